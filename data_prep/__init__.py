@@ -1,0 +1,23 @@
+"""Corpora for turn-by-turn reading: format, loading, splitting, cutting, and the makers of three kinds of corpus."""
+
+from .chunking import chunk_document
+from .code_corpus import build_code_corpus
+from .corpus import CorpusError, corpus_digest, load_corpus, read_manifest, write_corpus
+from .gold import gold_turns
+from .memagent import convert_memagent
+from .needle import build_needle_corpus
+from .splits import split_by_project
+
+__all__ = [
+    "CorpusError",
+    "build_code_corpus",
+    "build_needle_corpus",
+    "chunk_document",
+    "convert_memagent",
+    "corpus_digest",
+    "gold_turns",
+    "load_corpus",
+    "read_manifest",
+    "split_by_project",
+    "write_corpus",
+]

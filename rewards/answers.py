@@ -1,0 +1,138 @@
+"""Rewards of the answer: exact match, token F1 and containment, each the best over the gold answers of the row."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # rewards run without torch and without the trainer
+    from turngrpo.trainer.rollout import Trajectory
+
+_ARTICLES = {"a", "an", "the"}
+_MINUS = str.maketrans({"\u2212": "-", "\u2013": "-"})  # minus sign and en dash, as typeset negative numbers have them
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
+# A minus and a point that belong to a number: "-5", "-.5", "-$5", "1e-5"; "3.5", ".5".
+_NUMBER_MARK = re.compile(r"(?<!\w)-(?=[$\u00a3\u20ac\u00a5]?\.?\d)|(?<=\de)-(?=\d)|(?<!\w)\.(?=\d)|(?<=\d)\.(?=\d)")
+_DROPPED = "\0"
+_BETWEEN_NUMBERS = re.compile(r"(?<=\d)\0+(?=[-.]?\d)")
+
+
+def _is_punctuation(character: str) -> bool:
+    return character in string.punctuation or unicodedata.category(character).startswith("P")
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, punctuation and the articles a/an/the dropped, white space folded, numbers kept what they are.
+
+    As SQuAD's (Rajpurkar et al. 2016, arXiv 1606.05250) but for numbers and for punctuation outside ASCII. Inside a
+    number sign and decimal point stay and the commas of thousands go; other punctuation between two numbers becomes a
+    space: "-5" never turns into "5", nor "3.5" or "3,5" into "35". Text of articles and punctuation alone gives "".
+
+    >>> normalize_answer("The  «Well-Known» U.S. dog!"), normalize_answer("-5"), normalize_answer("$1,234.50.")
+    ('wellknown us dog', '-5', '1234.50')
+    """
+    text = unicodedata.normalize("NFC", text.lower()).translate(_MINUS)
+    text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    marks = {match.start() for match in _NUMBER_MARK.finditer(text)}
+    marked = "".join(
+        _DROPPED if position not in marks and _is_punctuation(character) else character
+        for position, character in enumerate(text)
+    )
+    text = _BETWEEN_NUMBERS.sub(" ", marked).replace(_DROPPED, "")
+    return " ".join(word for word in text.split() if word not in _ARTICLES)
+
+
+def _comparable(text: str) -> str:
+    """Normalise, or fall back to the raw text where nothing would be left ("A", "the", "!!!", "->")."""
+    return normalize_answer(text) or " ".join(text.lower().split())
+
+
+def _best(
+    score: Callable[[str, str], float], trajectories: list[Trajectory], answers: list[list[str]]
+) -> list[float | None]:
+    """Return the best score(answer, gold) per trajectory: 0 without an answer, None without a gold answer."""
+    rewards: list[float | None] = []
+    for trajectory, golds in zip(trajectories, answers, strict=True):
+        if isinstance(golds, str):
+            raise ValueError(f"answers holds the text {golds!r}, expected a list of gold answers: wrap it in a list")
+        if not golds:
+            rewards.append(None)
+        elif trajectory.answer is None:
+            rewards.append(0.0)
+        else:
+            answer = _comparable(trajectory.answer)
+            rewards.append(max(score(answer, _comparable(gold)) for gold in golds))
+    return rewards
+
+
+def _exact_match(answer: str, gold: str) -> float:
+    return float(bool(gold) and answer == gold)
+
+
+def _token_f1(answer: str, gold: str) -> float:
+    answer_words, gold_words = answer.split(), gold.split()
+    common = sum((Counter(answer_words) & Counter(gold_words)).values())
+    return 2 * common / (len(answer_words) + len(gold_words)) if common else 0.0
+
+
+def _contains(answer: str, gold: str) -> float:
+    return float(bool(gold) and f" {gold} " in f" {answer} ")
+
+
+def answer_reward(
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[Any],
+    trajectories: list[Trajectory],
+    answers: list[list[str]],
+    **columns: Any,
+) -> list[float | None]:
+    """Trajectory reward: 1 where the boxed answer equals a gold answer after `normalize_answer`, else 0.
+
+    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> trajectories = [Trajectory({}, 0, 0, answer=text) for text in ("The Eiffel Tower.", "a tower", None)]
+    >>> answer_reward([], [], [], trajectories, answers=[["Eiffel Tower", "Tour Eiffel"]] * 3)
+    [1.0, 0.0, 0.0]
+    """
+    return _best(_exact_match, trajectories, answers)
+
+
+def answer_f1(
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[Any],
+    trajectories: list[Trajectory],
+    answers: list[list[str]],
+    **columns: Any,
+) -> list[float | None]:
+    """Trajectory reward: F1 of the normalised words of the boxed answer against the best gold answer.
+
+    2 * common / (words of the answer + words of the gold), words counted with multiplicity.
+
+    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> answer_f1([], [], [], [Trajectory({}, 0, 0, answer="the old tower")], answers=[["Eiffel Tower"]])
+    [0.5]
+    """
+    return _best(_token_f1, trajectories, answers)
+
+
+def answer_contains(
+    prompts: list[Any],
+    completions: list[Any],
+    completion_ids: list[Any],
+    trajectories: list[Trajectory],
+    answers: list[list[str]],
+    **columns: Any,
+) -> list[float | None]:
+    """Trajectory reward: 1 where a gold answer stands in the boxed answer as whole, adjacent words, else 0.
+
+    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> trajectories = [Trajectory({}, 0, 0, answer=text) for text in ("the Eiffel Tower in Paris", "Parisian")]
+    >>> answer_contains([], [], [], trajectories, answers=[["Paris"]] * 2)
+    [1.0, 0.0]
+    """
+    return _best(_contains, trajectories, answers)

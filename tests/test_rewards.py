@@ -1,0 +1,141 @@
+"""The promises of the rewards and of what is made of them, one test each, on numbers worked out by hand."""
+
+import doctest
+import math
+
+import pytest
+import torch
+import turngrpo.rewards.answers
+import turngrpo.rewards.gates
+from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
+from turngrpo.trainer.advantages import mix_advantages, trajectory_advantages, turn_advantages
+from turngrpo.trainer.gates import GateDecision
+from turngrpo.trainer.rollout import Trajectory, Turn
+
+
+def turn(step, check=None, evidence=None, exit=False):
+    """A recorded turn; check None is an unparsed chunk turn."""
+    decision = None if check is None else GateDecision(check=check, candidate="memory", exit=exit)
+    return Turn(step, [1], [2], [-0.5], "eos", "", decision=decision, evidence=evidence)
+
+
+def trajectory(*turns, **fields):
+    return Trajectory(row={}, group=0, member=0, turns=list(turns), **fields)
+
+
+def score(function, *trajectories, **columns):
+    return function([None] * len(trajectories), [None] * len(trajectories), [None] * len(trajectories),
+                    trajectories=list(trajectories), **columns)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", [turngrpo.rewards.gates, turngrpo.rewards.answers])
+def test_examples_in_the_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_a1_r_update_signs():
+    read = trajectory(
+        turn(1, check=True, evidence=True),  # wrote evidence: +1
+        turn(2, check=True, evidence=False),  # wrote what is none: -1
+        turn(3, check=False, evidence=True),  # missed evidence: -1
+        turn(4, check=False, evidence=False),  # skipped what is none: +1
+        turn(5, evidence=True),  # unparsed: -1, on evidence
+        turn(6, evidence=False),  # unparsed: -1, also where not writing was right
+        turn(7, check=True, evidence=None),  # no label: not gradable
+        turn(None),  # the answer turn: not applicable
+    )
+    short = trajectory(turn(1, check=False, evidence=False, exit=True), turn(None))
+    rewards = score(update_reward, read, short, answers=[["x"], ["y"]])
+    assert rewards == [[1.0, -1.0, -1.0, 1.0, -1.0, -1.0, None, None], [1.0, None]]
+    # The flipped sign gives [-1, 1, 1, -1, ...]: every alpha is then wrong, with the same symptom.
+    assert [r for r in rewards[0] if r is not None] != [-1.0, 1.0, 1.0, -1.0, 1.0, 1.0]
+
+
+def test_a2_r_exit_bands():
+    # T* = 3 of K = 5 chunks: exact at 3, early at 1 and 2, late at 4 and at the end.
+    stops = [trajectory(exit_step=step, last_evidence=3) for step in (1, 2, 3, 4, 5)]
+    assert score(exit_reward, *stops) == [-0.75, -0.75, 0.0, -0.5, -0.5]
+    # T* = K = 5: reading to the end is exact.
+    assert score(exit_reward, trajectory(exit_step=5, last_evidence=5)) == [0.0]
+    # Without a recorded exit step the last chunk turn (2) counts, not the answer turn and not the number of turns (3).
+    read_two = (turn(1, check=True), turn(2, check=True), turn(None))
+    assert score(exit_reward, *(trajectory(*read_two, last_evidence=n) for n in (1, 2, 3))) == [-0.5, 0.0, -0.75]
+    assert score(exit_reward, trajectory(*read_two), trajectory(turn(None), last_evidence=2)) == [None, None]
+
+
+def test_a3_r_format_strict():
+    assert score(format_reward, trajectory(), trajectory(parsed=False)) == [1.0, 0.0]
+    # The worst parsed trajectory (wrong answer, early exit): 0 - 0.75 + 1 = 0.25, above the 0 of strict format.
+    worst = trajectory(exit_step=1, last_evidence=3, answer="wrong")
+    # The best unparsed one would have 1 + 0 + 0 = 1 as a plain sum and win: that is why strict format is strict.
+    best_unparsed = trajectory(exit_step=3, last_evidence=3, answer="right", parsed=False)
+    golds = [["right"], ["right"]]
+    parts = [score(f, worst, best_unparsed, answers=golds) for f in (answer_reward, exit_reward, format_reward)]
+    assert parts == [[0.0, 1.0], [-0.75, 0.0], [1.0, 0.0]]
+    assert [sum(values) for values in zip(*parts, strict=True)] == [0.25, 1.0]
+    # -- the trainer's part of strict format: below this line --
+
+
+def test_a4_traj_baseline():
+    # Rows of two groups interleaved. Group 7: [1, 0, 1, 0], mean 1/2. Group -2: [0.25, 1.75], mean 1.
+    rewards = torch.tensor([1.0, 0.25, 0.0, 1.0, 1.75, 0.0])
+    groups = torch.tensor([7, -2, 7, 7, -2, 7])
+    ours = trajectory_advantages(rewards, groups)
+    assert ours.tolist() == [0.5, -0.75, -0.5, 0.5, 0.75, -0.5]
+    # Wrong: one mean (4/6) over both groups.
+    assert ours.tolist() != pytest.approx([1 / 3, -5 / 12, -2 / 3, 1 / 3, 13 / 12, -2 / 3])
+    # scale="group" divides by the population stds 1/2 and 3/4: almost exactly +-1 (the sample std gives +-0.866).
+    scaled = trajectory_advantages(rewards, groups, "group")
+    assert scaled.tolist() == pytest.approx([1, -1, -1, 1, 1, -1], abs=1e-6)
+    # Seven equal rewards: exactly 0, where rounding divided by its own std gives 0.86.
+    assert trajectory_advantages(torch.full((7,), 0.7), torch.zeros(7, dtype=torch.long), "group").tolist() == [0] * 7
+
+
+def test_a5_turn_baseline_at_step_t():
+    # Two groups of three trajectories; all but A and E leave early. Rewards at steps 1, 2, 3:
+    #   group 0: A  1 -1  1     group 1: D -1 -1
+    #            B -1                    E  1  1 -1
+    #            C  1  1                 F -1  1
+    # and one answer turn each, without a turn reward.
+    lengths = {"A": [1, -1, 1], "B": [-1], "C": [1, 1], "D": [-1, -1], "E": [1, 1, -1], "F": [-1, 1]}
+    rows = [
+        (reward, number // 3, step)
+        for number, rewards in enumerate(lengths.values())
+        for step, reward in [*enumerate(rewards, start=1), (0, math.nan)]
+    ]
+    rewards, groups, steps = (torch.tensor(column) for column in zip(*rows, strict=True))
+    rewards = rewards.double()
+
+    def by_chunk_turn(advantages):
+        assert advantages[steps == 0].tolist() == [0.0] * 6  # the answer turns
+        return advantages[steps > 0].tolist()
+
+    # Means: group 0 step 1 1/3, step 2 (A, C) 0, step 3 (A alone) 1; group 1 step 1 -1/3, step 2 1/3, step 3 (E) -1.
+    #       A1     A2  A3  B1      C1     C2  D1      D2      E1     E2     E3  F1      F2
+    right = [2 / 3, -1, 0, -4 / 3, 2 / 3, 1, -2 / 3, -4 / 3, 4 / 3, 2 / 3, 0, -2 / 3, 2 / 3]
+    ours = by_chunk_turn(turn_advantages(rewards, groups, steps))
+    assert ours == pytest.approx(right, abs=1e-12)
+    assert ours[2] == ours[10] == 0.0  # a turn that is alone at its step: exactly
+
+    # Wrong 1, all steps pooled: group 0 mean 2/6, group 1 mean -1/7.
+    pooled = [2 / 3, -4 / 3, 2 / 3, -4 / 3, 2 / 3, 2 / 3, -6 / 7, -6 / 7, 8 / 7, 8 / 7, -6 / 7, -6 / 7, 8 / 7]
+    # Wrong 2 (as baseline="group"), all groups at the same step: means 0, 1/5, 0.
+    all_groups = [1, -1.2, 1, -1, 1, 0.8, -1, -1.2, 1, 0.8, -1, -1, 0.8]
+    # Wrong 3, rows misaligned once B has left: the k-th row still active is taken for member k of group k // 3. Step 2
+    # has A C D | E F: means -1/3 and 1; step 3 has A E: mean 0.
+    misaligned = [2 / 3, -2 / 3, 1, -4 / 3, 2 / 3, 4 / 3, -2 / 3, -2 / 3, 4 / 3, 0, -1, -2 / 3, 0]
+    for wrong in (pooled, all_groups, misaligned):
+        assert sum(abs(a - b) > 0.1 for a, b in zip(ours, wrong, strict=True)) >= 5
+    # The other reading of the paper, on request.
+    assert by_chunk_turn(turn_advantages(rewards, groups, steps, "batch")) == pytest.approx(all_groups, abs=1e-12)
+
+
+def test_a6_alpha_mix():
+    by_trajectory = torch.tensor([0.5, 0.5, -0.5], dtype=torch.float64)
+    by_turn = torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    # 0.9 * 0.5 - 0.1 = 0.35; 0.9 * 0.5 = 0.45; -0.45 + 0.2 = -0.25. Swapped weights would give -0.85, 0.05, 1.75.
+    mixed = mix_advantages(by_trajectory, by_turn, 0.9)
+    assert mixed.tolist() == pytest.approx([0.35, 0.45, -0.25], abs=1e-12)
+    assert mix_advantages(by_trajectory, by_turn, 1.0).tolist() == [0.5, 0.5, -0.5]
+    assert mix_advantages(by_trajectory, by_turn, 0.0).tolist() == [-1.0, 0.0, 2.0]

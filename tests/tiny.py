@@ -1,0 +1,50 @@
+"""Tiny real models and tokenizers that tests train in seconds."""
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
+)
+
+
+def word_tokenizer(words: str = "", pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
+    """Return a word-level tokenizer over the gate tags, a few words, and `words`."""
+    tags = [f"<{slash}{name}>" for name in ("think", "check", "update", "next") for slash in ("", "/")]
+    vocabulary = ["<unk>", "<|pad|>", "<|im_start|>", "<|im_end|>", *tags]
+    vocabulary += "yes no continue end user assistant \\boxed{ } code of red blue is 1 2 3 memory No yet .".split()
+    vocabulary = list(dict.fromkeys([*vocabulary, *words.split()]))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>" if pad_is_eos else "<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_model(vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> Qwen2ForCausalLM:
+    """Return a randomly initialised two-layer Qwen2 model with grouped queries and tied embeddings."""
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": 3,
+        "pad_token_id": 1,
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**(config | overrides))).to(dtype)

@@ -1,0 +1,215 @@
+"""TransformersEngine: samples turns with shared prefixes and records the log-probability of every sampled token."""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from .policy import Head, Policy, evaluating
+from .rollout import Completion, NoiseKey, Request
+
+
+def noise_stream(key: NoiseKey, length: int) -> np.ndarray:
+    """Return `length` uniform numbers in [0, 1): the value at a position depends on the key and the position alone."""
+    digest = hashlib.sha256(repr(tuple(int(part) for part in key)).encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little"))).random(length)
+
+
+def sample_tokens(
+    logits: torch.Tensor, uniforms: torch.Tensor, temperature: float = 1.0, top_p: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sample by inverting the cumulative distribution; return (tokens (R,), their log-probabilities (R,)).
+
+    logits (R, V), uniforms (R,) float64 in [0, 1). Temperature 0 is greedy. The log-probability is that of the full
+    distribution at this temperature (at 1 where greedy), also where `top_p` < 1 restricted the choice.
+    """
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)  # (R, V)
+    if temperature == 0:
+        tokens = logits.argmax(dim=-1)
+    else:
+        probabilities = logprobs.double().exp()
+        if top_p < 1:
+            probabilities = nucleus(probabilities, top_p)
+        cumulative = probabilities.cumsum(dim=-1)  # (R, V)
+        total = cumulative[:, -1:].contiguous()
+        tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
+        # A product that rounds up to the total falls past the last token that has any probability.
+        tokens = tokens.minimum(torch.searchsorted(cumulative, total, right=False)).squeeze(1)
+    return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
+
+
+def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero all but the smallest set of most probable tokens whose mass reaches `top_p`; (R, V) in and out."""
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered  # mass of more probable tokens
+    return probabilities * torch.zeros_like(probabilities).scatter(1, order, (before < top_p).to(probabilities.dtype))
+
+
+def common_prefix_length(prompts: Sequence[list[int]]) -> int:
+    """Return how many leading tokens all prompts share, at most all but the last token of the shortest."""
+    limit = min(map(len, prompts)) - 1
+    low, high = min(prompts), max(prompts)  # in lexicographic order the extremes differ first
+    for position in range(limit):
+        if low[position] != high[position]:
+            return position
+    return limit
+
+
+@dataclass
+class TokenCounts:
+    """Real tokens that went through the model: prompt prefixes (once per group), suffixes, and decoding steps."""
+
+    prefix: int = 0
+    suffix: int = 0
+    decode: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prefix + self.suffix + self.decode
+
+
+@dataclass
+class TransformersEngine:
+    """Samples with the training model itself: one prefill per group and step, then a decoding loop on its KV cache.
+
+    `rollout_batch_tokens` bounds the prompt and response tokens in the cache at once. Tokens and log-probabilities of
+    a row do not depend on its neighbours: its noise is its own, and padding is masked.
+    """
+
+    policy: Policy
+    eos_ids: Sequence[int]
+    pad_id: int
+    max_new_tokens: int
+    max_prompt_length: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    share_prefix: bool = True
+    rollout_batch_tokens: int = 262144
+    counts: TokenCounts = field(default_factory=TokenCounts)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Complete every request, in order; requests of one group share the computation of their common prefix."""
+        prompts = [request.prompt_ids for request in requests]
+        for request, prompt in zip(requests, prompts, strict=True):
+            if not prompt or len(prompt) > (self.max_prompt_length or len(prompt)):
+                raise ValueError(
+                    f"{request.label}, turn {request.key.turn}: the prompt has {len(prompt)} tokens, expected 1 to "
+                    f"max_prompt_length={self.max_prompt_length}; prompts are never truncated"
+                )
+        groups: dict[tuple[int, int], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault((request.key.group, request.key.turn), []).append(index)
+        completions: list[Completion | None] = [None] * len(requests)
+        with evaluating(self.policy.model):
+            head = self.policy.head().in_full_precision()
+            for batch in self._pack(list(groups.values()), prompts):
+                rows = [index for group in batch for index in group]
+                keys = [requests[index].key for index in rows]
+                sampled = self._sample(head, [[prompts[i] for i in group] for group in batch], keys)
+                for index, completion in zip(rows, sampled, strict=True):
+                    completions[index] = completion
+        return [completion for completion in completions if completion is not None]
+
+    def _pack(self, groups: list[list[int]], prompts: list[list[int]]) -> list[list[list[int]]]:
+        """Put groups of like prompt length together, as many at once as the token budget of the cache holds."""
+        batches: list[list[list[int]]] = []
+        longest = rows = 0
+        for group in sorted(groups, key=lambda g: -max(len(prompts[i]) for i in g)):
+            if batches and (rows + len(group)) * (longest + self.max_new_tokens) <= self.rollout_batch_tokens:
+                batches[-1].append(group)
+                rows += len(group)
+            else:
+                batches.append([group])
+                longest, rows = max(len(prompts[i]) for i in group), len(group)
+        return batches
+
+    def _sample(self, head: Head, groups: list[list[list[int]]], keys: list[NoiseKey]) -> list[Completion]:
+        """Prefill the groups' prompts and decode all their rows together; rows that finish leave the batch."""
+        hidden, cache, mask, next_position = self._prefill(groups)
+        device, rows = hidden.device, len(keys)
+        noise = np.stack([noise_stream(key, self.max_new_tokens) for key in keys])
+        uniforms = torch.from_numpy(noise).to(device)  # (R, max_new_tokens)
+        eos = torch.tensor(list(self.eos_ids), device=device)
+        tokens = torch.zeros(rows, self.max_new_tokens, dtype=torch.long, device=device)
+        logprobs = torch.zeros(rows, self.max_new_tokens, dtype=head.weight.dtype, device=device)
+        lengths = torch.full((rows,), self.max_new_tokens, device=device)
+        ended = torch.zeros(rows, dtype=torch.bool, device=device)
+        alive = torch.arange(rows, device=device)
+        for position in range(self.max_new_tokens):
+            sampled, sampled_logprobs = sample_tokens(
+                head.logits(hidden), uniforms[alive, position], self.temperature, self.top_p
+            )
+            tokens[alive, position], logprobs[alive, position] = sampled, sampled_logprobs
+            done = torch.isin(sampled, eos)
+            if done.any():
+                lengths[alive[done]], ended[alive[done]] = position + 1, True
+                keep = (~done).nonzero().squeeze(1)
+                alive, sampled, mask, next_position = alive[keep], sampled[keep], mask[keep], next_position[keep]
+                if not len(alive):
+                    break
+                cache.batch_select_indices(keep)
+            if position + 1 == self.max_new_tokens:
+                break
+            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+            hidden = self._forward(sampled[:, None], mask, next_position[:, None], cache)
+            next_position = next_position + 1
+            self.counts.decode += len(alive)
+        ids, values, counts, finished = tokens.tolist(), logprobs.tolist(), lengths.tolist(), ended.tolist()
+        return [
+            Completion(ids[r][: counts[r]], values[r][: counts[r]], "eos" if finished[r] else "length")
+            for r in range(rows)
+        ]
+
+    def _prefill(self, groups: list[list[list[int]]]) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
+        """Compute each group's common prefix once, expand its cache to the members, and compute their suffixes.
+
+        Returns the last hidden state (R, H), the cache, its mask (R, P+S) and each row's next position (R,).
+        """
+        device = next(self.policy.model.parameters()).device
+        cache = DynamicCache(config=self.policy.causal.config)
+        shared = [common_prefix_length(group) if self.share_prefix and len(group) > 1 else 0 for group in groups]
+        if any(shared) and not all(type(layer) is DynamicLayer for layer in cache.layers):
+            warnings.warn("this architecture's cache cannot share a prefix; prompts are computed apart", stacklevel=2)
+            self.share_prefix, shared = False, [0] * len(groups)
+        rows = [(prompt, n) for group, n in zip(groups, shared, strict=True) for prompt in group]
+        mask = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+        if any(shared):
+            prefixes = [group[0][:n] for group, n in zip(groups, shared, strict=True)]
+            ids, prefix_mask = self._pad_left(prefixes, device)  # (G, P)
+            positions = (prefix_mask.cumsum(1) - 1).clamp(min=0)
+            self._forward(ids, prefix_mask, positions, cache)
+            member_of = torch.tensor([g for g, group in enumerate(groups) for _ in group], device=device)
+            cache.batch_select_indices(member_of)
+            mask = prefix_mask[member_of]
+            self.counts.prefix += sum(shared)
+        ids, suffix_mask = self._pad_left([prompt[n:] for prompt, n in rows], device)  # (R, S)
+        offsets = torch.tensor([n for _, n in rows], device=device)
+        positions = (suffix_mask.cumsum(1) - 1 + offsets[:, None]).clamp(min=0)
+        mask = torch.cat([mask, suffix_mask], dim=1)  # (R, P+S)
+        hidden = self._forward(ids, mask, positions, cache)
+        self.counts.suffix += sum(len(prompt) - n for prompt, n in rows)
+        return hidden, cache, mask, positions[:, -1] + 1
+
+    def _forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
+        """Run the backbone over new tokens and return the last hidden state (R, H); the cache grows."""
+        outputs = self.policy.backbone(
+            input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+        )
+        return outputs.last_hidden_state[:, -1]
+
+    def _pad_left(self, rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        width = max(map(len, rows))
+        ids = torch.full((len(rows), width), self.pad_id)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
+        for index, row in enumerate(rows):
+            if row:
+                ids[index, width - len(row) :] = torch.tensor(row)
+                mask[index, width - len(row) :] = 1
+        return ids.to(device), mask.to(device)

@@ -1,0 +1,146 @@
+"""One rollout iteration as data: rewards of all its trajectories, advantages of all its turns, slices to train on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .advantages import mix_advantages, trajectory_advantages, turn_advantages
+from .config import TurnGRPOConfig
+from .losses import token_weights
+from .rollout import Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """B trajectories with their N turns in order, and every reward and advantage that the update will use."""
+
+    trajectories: list[Trajectory]
+    iteration: int
+    rewards_per_func: torch.Tensor  # (B, F), NaN where a function was not applicable
+    rewards: torch.Tensor  # (B,) r_traj, NaN where no function was applicable
+    turn_rewards_per_func: torch.Tensor  # (N, F_turn)
+    trajectory_ids: torch.Tensor  # (N,) index into the B trajectories
+    group_ids: torch.Tensor  # (B,)
+    advantages: torch.Tensor  # (N,)
+
+    @property
+    def turns(self) -> list[Turn]:
+        return [turn for trajectory in self.trajectories for turn in trajectory.turns]
+
+    def turn_name(self, index: int) -> str:
+        """Name one of the N turns in messages."""
+        owner = int(self.trajectory_ids[index])
+        trajectory = self.trajectories[owner]
+        turn = index - int((self.trajectory_ids < owner).sum())
+        row = f" (row {trajectory.row['id']!r})" if "id" in trajectory.row else ""
+        return f"iteration {self.iteration}, group {trajectory.group}{row}, member {trajectory.member}, turn {turn}"
+
+    def constant_groups(self) -> list[bool]:
+        """Return for every group whether all its rewards are equal, so that it teaches nothing by reward."""
+        flags = []
+        for group in self.group_ids.unique():
+            rewards = self.rewards[self.group_ids == group]
+            rewards = rewards[~rewards.isnan()]
+            flags.append(bool(len(rewards) == 0 or rewards.max() == rewards.min()))
+        return flags
+
+
+def call_turn_rewards(
+    functions: Sequence[Callable[..., Any]], trajectories: Sequence[Trajectory], arguments: dict[str, Any]
+) -> torch.Tensor:
+    """Call every turn reward function and return (N, F_turn), NaN for None; a wrong shape is a ValueError by name."""
+    columns = []
+    for function in functions:
+        name = getattr(function, "__name__", type(function).__name__)
+        values = function(**arguments)
+        found, expected = [len(v) for v in values], [len(t.turns) for t in trajectories]
+        if found != expected:
+            raise ValueError(
+                f"turn reward function {name!r} returned lists of {found} numbers, expected one list per trajectory "
+                f"with one number or None per turn: {expected}"
+            )
+        columns.append([torch.nan if value is None else float(value) for one in values for value in one])
+    turns = sum(len(t.turns) for t in trajectories)
+    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), turns).T  # (N, F_turn)
+
+
+def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum (R, F) over F with weights (F,), ignoring NaN; a row without any number is NaN."""
+    total = (values * weights).nansum(dim=1)
+    return total.masked_fill(values.isnan().all(dim=1), torch.nan)
+
+
+def score_rollout(
+    trajectories: list[Trajectory],
+    iteration: int,
+    rewards_per_func: torch.Tensor,
+    reward_weights: torch.Tensor,
+    turn_rewards_per_func: torch.Tensor,
+    config: TurnGRPOConfig,
+    strict_format: bool,
+) -> ScoredRollout:
+    """Turn rewards into advantages with both baselines; strict format sets an unparsed trajectory's reward to 0."""
+    rewards = weighted_sum(rewards_per_func, reward_weights)  # (B,)
+    if strict_format:
+        unparsed = torch.tensor([not trajectory.parsed for trajectory in trajectories])
+        rewards = rewards.masked_fill(unparsed, 0.0)
+    group_ids = torch.tensor([trajectory.group for trajectory in trajectories])  # (B,)
+    lengths = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
+    trajectory_ids = torch.arange(len(trajectories)).repeat_interleave(lengths)  # (N,)
+    steps = torch.tensor([turn.step or 0 for t in trajectories for turn in t.turns])  # (N,)
+    turn_weights = torch.tensor(config.turn_reward_weights or [1.0] * turn_rewards_per_func.shape[1])
+    turn_rewards = weighted_sum(turn_rewards_per_func, turn_weights)  # (N,)
+    # A turn outside the step count has no step to be compared at.
+    turn_rewards = turn_rewards.masked_fill(steps == 0, torch.nan)
+    by_trajectory = trajectory_advantages(rewards, group_ids, str(config.scale_rewards), config.advantage_epsilon)
+    by_turn = turn_advantages(turn_rewards, group_ids[trajectory_ids], steps, config.turn_baseline)
+    return ScoredRollout(
+        trajectories=trajectories,
+        iteration=iteration,
+        rewards_per_func=rewards_per_func,
+        rewards=rewards,
+        turn_rewards_per_func=turn_rewards_per_func,
+        trajectory_ids=trajectory_ids,
+        group_ids=group_ids,
+        advantages=mix_advantages(by_trajectory[trajectory_ids], by_turn, config.alpha),
+    )
+
+
+@dataclass(frozen=True)
+class TrainingSlice:
+    """What one training step trains: turns of a rollout by index, and the weight of each of their tokens."""
+
+    rollout: ScoredRollout
+    indices: list[int]  # into the rollout's N turns
+    weights: torch.Tensor  # (len(indices),) weight of every response token of a turn in its optimizer step
+
+
+def objective_weights(
+    rollout: ScoredRollout, members: Sequence[int], loss_type: str
+) -> tuple[list[int], torch.Tensor]:
+    """Return (turn indices, token weight per turn) of the trajectories of one optimizer step.
+
+    Every loss type gives all tokens of a turn the same weight, so one number per turn says it all.
+    """
+    turns = rollout.turns
+    owners = set(members)
+    indices = [i for i, owner in enumerate(rollout.trajectory_ids.tolist()) if owner in owners]
+    lengths = torch.tensor([len(turns[i].completion_ids) for i in indices])
+    mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # (n, T)
+    owner_ids = rollout.trajectory_ids[indices]
+    weights = token_weights(mask, owner_ids, rollout.group_ids[owner_ids], loss_type, dtype=torch.float64)
+    return indices, weights[:, 0]
+
+
+def training_slices(rollout: ScoredRollout, size: int, per_update: int, loss_type: str) -> list[TrainingSlice]:
+    """Cut a rollout into slices of `size` trajectories, `per_update` slices to the optimizer step."""
+    slices = []
+    for start in range(0, len(rollout.trajectories), size * per_update):
+        indices, weights = objective_weights(rollout, range(start, start + size * per_update), loss_type)
+        owners = rollout.trajectory_ids[indices]
+        for first in range(start, start + size * per_update, size):
+            own = ((owners >= first) & (owners < first + size)).nonzero().squeeze(1)
+            slices.append(TrainingSlice(rollout, [indices[i] for i in own.tolist()], weights[own]))
+    return slices

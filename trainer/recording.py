@@ -1,0 +1,126 @@
+"""What TurnGRPOTrainer writes down: metrics by update and rollout, costs, and TRL's completion log by turn."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .batching import TurnBatch
+from .iteration import ScoredRollout
+from .metrics import COST_NAMES, Meter, scored_metrics
+from .scoring import Scores
+
+
+class Recording:
+    """The part of TurnGRPOTrainer that measures and logs; uses the trainer's `_metrics`, `_logs` and reward names."""
+
+    _metrics: Any
+    _logs: Any
+    _pending_metrics: Any
+    _pending_extra_logs: Any
+    _tokenizer: Any
+    state: Any
+    reward_func_names: list[str]
+    turn_reward_funcs: list[Any]
+    loss_type: str
+
+    def _start_recording(self) -> None:
+        """TRL bounds its completion log by prompts; with many turns per trajectory it is cleared per rollout."""
+        self._meter, self._costs = Meter(), dict.fromkeys(COST_NAMES, 0.0)
+        self._evaluated: list[tuple[ScoredRollout, torch.Tensor, torch.Tensor | None]] = []
+        for name in ("prompt", "completion", "advantages"):
+            self._logs[name] = []
+        self._logs["rewards"].default_factory = self._logs["extra"].default_factory = list
+
+    # ---- costs ----
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._add_cost(f"time/{name}", time.perf_counter() - started)
+
+    def _add_cost(self, name: str, amount: float) -> None:
+        self._costs[name] += amount
+
+    # ---- updates ----
+
+    def _meter_tokens(self, stats: Any, scores: Scores, kl: torch.Tensor | None, batch: TurnBatch) -> None:
+        """Add what one micro-batch measured; every mean is over the response tokens of the whole update."""
+        tokens = float(batch.mask.sum())
+        self._add_cost("tokens/optimisation", tokens)
+        for name in ("ratio/mean", "clip/active", "clip/outside"):
+            self._meter.add_mean(name, float(stats[name]) * tokens, tokens)
+        self._meter.add_peak("ratio/max", float(stats["ratio/max"]))
+        self._meter.add_mean("entropy", float(scores.entropy.sum()), tokens)
+        if kl is not None:
+            self._meter.add_mean("kl", float(kl.detach().sum()), tokens)
+
+    def _log_update(self, step_time: float) -> None:
+        metrics = self._metrics["train"]
+        for name, value in (self._meter.flush() | self._costs | {"step_time": step_time}).items():
+            metrics[name].append(value)
+        self._costs = dict.fromkeys(COST_NAMES, 0.0)
+
+    # ---- rollouts ----
+
+    @property
+    def _turn_reward_names(self) -> list[str]:
+        return [getattr(function, "__name__", type(function).__name__) for function in self.turn_reward_funcs]
+
+    def _record(self, rollout: ScoredRollout, mode: str) -> None:
+        """Log one rollout's metrics (an evaluation's are logged at its end) and its turns."""
+        if mode == "train":
+            self.state.num_input_tokens_seen += sum(len(t.prompt_ids) + len(t.completion_ids) for t in rollout.turns)
+            self._metrics[mode]["num_tokens"] = [self.state.num_input_tokens_seen]
+            values = scored_metrics([rollout], self.reward_func_names, self._turn_reward_names)
+            for name, value in values.items():
+                self._metrics[mode][name].append(value)
+        for name, values in self._pending_metrics.items():
+            self._metrics[mode][name].append(sum(values) / len(values))
+        self._pending_metrics.clear()
+        self._log_turns(rollout, mode)
+
+    def _log_turns(self, rollout: ScoredRollout, mode: str) -> None:
+        """Add one row per turn to TRL's completion log; what reward functions logged stands at every turn."""
+        owners, turns = rollout.trajectory_ids.tolist(), rollout.turns
+        for turn, owner in zip(turns, owners, strict=True):
+            trajectory = rollout.trajectories[owner]
+            self._logs["prompt"].append(self._tokenizer.decode(turn.prompt_ids))
+            self._logs["completion"].append(turn.text)
+            place = {"split": mode, "group": trajectory.group, "member": trajectory.member, "step": turn.step}
+            for name, value in place.items():
+                self._logs["extra"][name].append(value)
+        for name, column in zip(self.reward_func_names, rollout.rewards_per_func.T.tolist(), strict=True):
+            self._logs["rewards"][name].extend(column[owner] for owner in owners)
+        for name, column in zip(self._turn_reward_names, rollout.turn_rewards_per_func.T.tolist(), strict=True):
+            self._logs["rewards"][name].extend(column)
+        self._logs["advantages"].extend(rollout.advantages.tolist())
+        for name, values in self._pending_extra_logs.items():
+            self._logs["extra"][name].extend(values[owner] for owner in owners)
+        self._pending_extra_logs.clear()
+
+    def _clear_logs(self) -> None:
+        for name in ("prompt", "completion", "advantages", "rewards", "extra"):
+            self._logs[name].clear()
+
+    # ---- evaluation ----
+
+    def _evaluation_metrics(self) -> dict[str, float]:
+        """Return the metrics over every trajectory of one evaluation; `loss` weighs batches as the objective does."""
+        rollouts = [rollout for rollout, _, _ in self._evaluated]
+        metrics = scored_metrics(rollouts, self.reward_func_names, self._turn_reward_names)
+        tokens = [sum(len(turn.completion_ids) for turn in rollout.turns) for rollout in rollouts]
+        groups = [len(rollout.constant_groups()) for rollout in rollouts]
+        shares = tokens if self.loss_type == "dapo" else groups
+        losses = [float(losses.sum()) for _, losses, _ in self._evaluated]
+        metrics["loss"] = sum(n * loss for n, loss in zip(shares, losses, strict=True)) / sum(shares)
+        divergences = [float(kl.sum()) for _, _, kl in self._evaluated if kl is not None]
+        if divergences:
+            metrics["kl"] = sum(divergences) / sum(tokens)
+        for name, values in self._metrics["eval"].items():  # what reward functions logged
+            metrics[name] = sum(values) / len(values)
+        self._metrics["eval"].clear()
+        return {name: value for name, value in metrics.items() if value == value}  # NaN: not observed

@@ -1,0 +1,159 @@
+"""Turns and trajectories, and the loop that drives a workflow with an engine until every trajectory has ended."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+
+class NoiseKey(NamedTuple):
+    """What the sampling noise of one turn depends on, and nothing else; `position` is the index into its stream."""
+
+    seed: int
+    iteration: int
+    group: int
+    member: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete: token-id segments whose leading ones may be shared, and the key of its noise."""
+
+    segments: list[list[int]]
+    key: NoiseKey
+    label: str = ""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion: ids with the final EOS, BEHAVIOR log-probability of each, and why it stopped."""
+
+    ids: list[int]
+    logprobs: list[float]
+    finish_reason: str  # "eos" or "length"
+
+
+class Engine(Protocol):
+    """Completes a batch of requests in their order."""
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+@dataclass
+class Turn:
+    """One prompt and its completion: one training sample. `step` is the 1-based chunk index, None for other turns."""
+
+    step: int | None
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    behavior_logprobs: list[float]
+    finish_reason: str
+    text: str
+    decision: Any = None
+    evidence: bool | None = None
+    memory_cut: bool = False
+
+
+@dataclass
+class Trajectory:
+    """All turns of one reading: `exit_step` is the last chunk read, `last_evidence` T* (K where none is evidence)."""
+
+    row: dict[str, Any]
+    group: int
+    member: int
+    turns: list[Turn] = field(default_factory=list)
+    memory: str | None = None
+    exit_step: int | None = None
+    last_evidence: int | None = None
+    parsed: bool = True
+    answer: str | None = None
+    memory_tokens: int = 0
+    prompt: Any = None  # the last turn's prompt in TRL's form, text or messages
+
+
+def decode_completion(tokenizer: Any, ids: Sequence[int], finish_reason: str) -> str:
+    """Decode with special tokens kept and only the final EOS dropped; an id that the tokenizer does not know shows.
+
+    Fast tokenizers drop unknown ids without a word; here each becomes `<|unknown_token:ID|>`, which no parser accepts.
+    """
+    ids = list(ids[:-1] if finish_reason == "eos" else ids)
+    known = [tokenizer.convert_ids_to_tokens(token) is not None if token < len(tokenizer) else False for token in ids]
+    parts: list[str] = []
+    start = 0
+    for position, is_known in enumerate([*known, False]):
+        if is_known:
+            continue
+        if position > start:
+            parts.append(
+                tokenizer.decode(ids[start:position], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
+        if position < len(ids):
+            parts.append(f"<|unknown_token:{ids[position]}|>")
+        start = position + 1
+    return "".join(parts)
+
+
+def collect(
+    workflow: Any,
+    engine: Engine,
+    tokenizer: Any,
+    rows: Sequence[dict[str, Any]],
+    groups: Sequence[int],
+    members: Sequence[int],
+    seed: int,
+    iteration: int,
+    on_turn: Callable[[int, int], None] | None = None,
+) -> list[Trajectory]:
+    """Read every row to its end and return one trajectory per row, in the order of `rows`.
+
+    All trajectories still reading take their next turn together, so that one engine call holds all members of a group
+    at the same step; a trajectory that ends leaves the batch and shifts nobody. `on_turn(turn, active)` reports
+    progress.
+    """
+    trajectories = [
+        Trajectory(row=row, group=group, member=member)
+        for row, group, member in zip(rows, groups, members, strict=True)
+    ]
+    states = [workflow.start(row) for row in rows]
+    active, index = list(range(len(rows))), 0
+    while active:
+        if on_turn is not None:
+            on_turn(index, len(active))
+        requests = [
+            Request(
+                segments=workflow.prompt(states[i]),
+                key=NoiseKey(seed, iteration, groups[i], members[i], index),
+                label=row_name(rows[i], groups[i]),
+            )
+            for i in active
+        ]
+        messages = getattr(workflow, "messages", None)
+        goes_on = []
+        for i, request, completion in zip(active, requests, engine.generate(requests), strict=True):
+            trajectory = trajectories[i]
+            turn = Turn(
+                step=index + 1,
+                prompt_ids=request.prompt_ids,
+                completion_ids=completion.ids,
+                behavior_logprobs=completion.logprobs,
+                finish_reason=completion.finish_reason,
+                text=decode_completion(tokenizer, completion.ids, completion.finish_reason),
+            )
+            trajectory.prompt = messages(states[i]) if messages else tokenizer.decode(turn.prompt_ids)
+            trajectory.turns.append(turn)
+            if workflow.advance(states[i], turn):
+                goes_on.append(i)
+        active, index = goes_on, index + 1
+    for trajectory, state in zip(trajectories, states, strict=True):
+        for name in ("memory", "exit_step", "last_evidence", "parsed", "answer", "memory_tokens"):
+            setattr(trajectory, name, getattr(state, name, getattr(trajectory, name)))
+    return trajectories
+
+
+def row_name(row: dict[str, Any], index: int) -> str:
+    """Name a dataset row in messages: its id where it has one, else its place."""
+    return f"row {row['id']!r}" if "id" in row else f"row {index}"

@@ -1,0 +1,432 @@
+"""TurnGRPOTrainer: trl.GRPOTrainer with our generation step and our loss under a workflow; glue only, no maths."""
+
+import inspect
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import get_config_model_id
+
+from .batching import TurnBatch, collate_turns, plan_microbatches
+from .callbacks import OptimizerTimer, rollout_progress
+from .config import TurnGRPOConfig
+from .engines import TransformersEngine
+from .iteration import (
+    ScoredRollout,
+    TrainingSlice,
+    call_turn_rewards,
+    objective_weights,
+    score_rollout,
+    training_slices,
+)
+from .ledger import write_rollout
+from .losses import clipped_surrogate, k3_kl
+from .policy import Policy, evaluating, zero_dropout
+from .recording import Recording
+from .rollout import Trajectory, collect
+from .scoring import Reference, Scores, score_turns
+from .workflows import Workflow, check_prompt_lengths
+
+EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
+
+TurnRewardFunc = Callable[..., list[list[float | None]]]
+
+
+class TurnGRPOTrainer(Recording, GRPOTrainer):
+    """GRPO on trajectories of turns (GRU-Mem, arXiv 2602.10560); without a workflow it is trl.GRPOTrainer as it is.
+
+    `workflow` drives the turns of a trajectory and `turn_reward_funcs` reward single turns; both are keyword-only, all
+    other arguments are GRPOTrainer's. Under a workflow every option that is not honoured raises ValueError by name.
+    """
+
+    _tag_names = ["trl", "grpo", "turngrpo"]
+    args: Any  # TurnGRPOConfig under a workflow
+    model: Any
+    optimizer: Any
+    num_generations: Any
+    num_generations_eval: Any
+    _buffered_inputs: Any
+
+    def __init__(
+        self,
+        model: "str | PreTrainedModel | Any",
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *positional: Any,
+        workflow: Workflow | None = None,
+        turn_reward_funcs: TurnRewardFunc | list[TurnRewardFunc] | None = None,
+        **kwargs: Any,
+    ):
+        self.workflow = workflow
+        if workflow is None:
+            if turn_reward_funcs is not None:
+                raise ValueError("turn_reward_funcs reward the turns of a workflow: pass workflow too, or neither")
+            if args is not None and args.loss_type == "group":
+                raise ValueError("loss_type='group' needs a workflow; without one use a loss type of trl.GRPOTrainer")
+            super().__init__(model, reward_funcs, args, *positional, **kwargs)
+            return
+        named = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
+        args = self._check_arguments(named.arguments)
+        # TRL reloads the reference of a fully trained model from its config's path; ours is a snapshot.
+        beta, snapshot = args.beta, not (is_peft_model(model) or named.arguments.get("peft_config"))
+        args.beta = 0.0 if snapshot else beta
+        named.arguments["args"] = args
+        super().__init__(*named.args[1:], **named.kwargs)
+        args.beta = self.beta = beta
+        self._set_up_workflow(workflow, turn_reward_funcs)
+
+    # ---- set-up under a workflow ----
+
+    @staticmethod
+    def _check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
+        """Refuse what a workflow does not honour, before a model is loaded; returns the config."""
+        args, model = arguments.get("args"), arguments["model"]
+        if args is None:
+            name = model if isinstance(model, str) else get_config_model_id(model.config)
+            args = TurnGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        if not isinstance(args, TurnGRPOConfig):
+            raise ValueError(f"args is a {type(args).__name__}, but a workflow needs a TurnGRPOConfig")
+        for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
+            if arguments.get(name):
+                raise ValueError(f"{name} is not honoured under a workflow: the workflow itself drives the turns")
+        args.check_workflow_options()
+        if args.world_size > 1:
+            raise ValueError(f"a workflow runs in one process for now, found {args.world_size}: launch with one")
+        return args
+
+    def _set_up_workflow(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
+        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
+            raise ValueError(f"a workflow needs a tokenizer, found {type(self.processing_class).__name__}")
+        self._check_model()
+        functions = turn_reward_funcs or []
+        self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
+        weights = self.args.turn_reward_weights
+        if weights is not None and len(weights) != len(self.turn_reward_funcs):
+            raise ValueError(
+                f"turn_reward_weights has {len(weights)} numbers, expected one for each of "
+                f"{len(self.turn_reward_funcs)} turn reward functions"
+            )
+        if workflow.strict_format and "format_reward" not in self.reward_func_names:
+            warnings.warn(
+                "strict_format sets the reward of an unparsed trajectory to 0; without format_reward a parsed one can "
+                "score below that: add turngrpo.rewards.format_reward",
+                stacklevel=4,
+            )
+        if not self.turn_reward_funcs and self.args.alpha < 1:
+            warnings.warn(f"no turn_reward_funcs: every advantage is alpha={self.args.alpha} of TRL's", stacklevel=4)
+        workflow.bind(self._tokenizer, self.args)
+        self._check_rows()
+        zero_dropout(self.model)
+        self.policy = Policy(self.model, self.accelerator.autocast)
+        self.reference = Reference(self.policy) if self.beta else None
+        if self.reference is not None and not is_peft_model(self.model):
+            self.ref_model = self.reference.policy.model
+        common = {
+            "policy": self.policy,
+            "eos_ids": self.eos_token_ids,
+            "pad_id": self._tokenizer.pad_token_id,
+            "max_new_tokens": self.max_completion_length,
+            "max_prompt_length": self.args.max_prompt_length,
+            "share_prefix": self.args.share_prefix,
+            "rollout_batch_tokens": self.args.rollout_batch_tokens,
+        }
+        self.engine = TransformersEngine(temperature=self.temperature, **common)
+        self.eval_engine = TransformersEngine(
+            temperature=self.args.eval_temperature, top_p=self.args.eval_top_p, **common
+        )
+        self._start_recording()
+        self.add_callback(OptimizerTimer(self._add_cost))
+
+    def _check_model(self) -> None:
+        peft = is_peft_model(self.model)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise ValueError("no parameter is trainable: load an adapter with is_trainable=True")
+        if peft and any(config.is_prompt_learning for config in self.model.peft_config.values()):
+            raise ValueError("prompt-learning adapters are not honoured under a workflow: use LoRA or none")
+        if peft and self.beta and any(getattr(c, "bias", "none") != "none" for c in self.model.peft_config.values()):
+            raise ValueError("LoRA with trained biases has no frozen base model to be the reference: use bias='none'")
+        if getattr(self.model, "is_loaded_in_4bit", False) or getattr(self.model, "is_loaded_in_8bit", False):
+            raise ValueError("a quantized model is not honoured under a workflow: load it in 16 or 32 bits")
+        if self.aux_loss_enabled:
+            raise ValueError("router_aux_loss_coef is not honoured under a workflow: set it to 0")
+
+    def _check_rows(self) -> None:
+        """Refuse rows whose prompts cannot fit, before training starts."""
+        datasets = {"train": self.train_dataset}
+        evaluation = self.eval_dataset
+        datasets |= evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        room = None if positions is None else positions - self.max_completion_length
+        for name, dataset in datasets.items():
+            check_prompt_lengths(self.workflow, dataset, name, self.args.max_prompt_length, room)
+
+    # ---- generation step: replaces GRPOTrainer._prepare_inputs (trl 1.16) ----
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if self.workflow is None:
+            return super()._prepare_inputs(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
+            self._clear_logs()
+            iteration = self._step // (steps * self.num_iterations)
+            rollout = self._roll_out(generation_batch, self.engine, self.num_generations, self.args.seed, iteration)
+            self._record(rollout, "train")
+            per_update = self.args.gradient_accumulation_steps
+            self._buffered_inputs = training_slices(
+                rollout, self.args.per_device_train_batch_size, per_update, self.loss_type
+            )
+            if self.args.behavior_check == "all":
+                self._check_behavior(rollout)
+        return self._buffered_inputs[self._step % steps]
+
+    def _roll_out(
+        self,
+        rows: Sequence[dict[str, Any]],
+        engine: TransformersEngine,
+        group_size: int,
+        seed: int,
+        iteration: int,
+        first_group: int = 0,
+    ) -> ScoredRollout:
+        """Sample one trajectory per row (each prompt stands `group_size` times in a row) and score them."""
+        assert self.workflow is not None
+        before = engine.counts.total
+        groups = [first_group + index // group_size for index in range(len(rows))]
+        members = [index % group_size for index in range(len(rows))]
+        label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
+        with self._timed("generation"), rollout_progress(label, len(rows), self.args.disable_tqdm) as on_turn:
+            trajectories = collect(
+                self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn
+            )
+        self._add_cost("tokens/generation", engine.counts.total - before)
+        per_func, per_turn = self._reward(rows, trajectories)
+        return score_rollout(
+            trajectories, iteration, per_func, self.reward_weights, per_turn, self.args, self.workflow.strict_format
+        )
+
+    def _reward(
+        self, rows: Sequence[dict[str, Any]], trajectories: list[Trajectory]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call TRL's reward machinery on the last turns, then the turn reward functions; (B, F) and (N, F_turn)."""
+        last = [trajectory.turns[-1] for trajectory in trajectories]
+        prompts = [trajectory.prompt for trajectory in trajectories]
+        completion_ids = [turn.completion_ids for turn in last]
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        completions = [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        inputs = [{**row, "trajectories": t} for row, t in zip(rows, trajectories, strict=True)]
+        per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids).cpu()
+        columns = {k: [x[k] for x in inputs] for k in inputs[0] if k not in ("prompt", "completion", "completion_ids")}
+        arguments = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": completion_ids,
+            "trainer_state": self.state,
+            "log_extra": self._log_completion_extra,
+            "log_metric": self._log_metric,
+            **columns,
+        }
+        return per_func, call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
+
+    # ---- loss: replaces GRPOTrainer.training_step and _compute_loss (trl 1.16) ----
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        if self.workflow is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        started = time.perf_counter()
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        part: TrainingSlice = self._prepare_inputs(inputs)
+        turns, total = part.rollout.turns, torch.zeros((), device=self.accelerator.device)
+        chosen = self._needs_forward(part)
+        lengths = [len(turns[part.indices[i]].prompt_ids) + len(turns[part.indices[i]].completion_ids) for i in chosen]
+        for rows in plan_microbatches(lengths, self.args.max_tokens_per_microbatch):
+            loss = self._microbatch_loss(part, [chosen[row] for row in rows])
+            with self._timed("optimisation"):
+                self.accelerator.backward(loss)
+            total += loss.detach()
+        self._step += 1
+        self._current_train_step_time += time.perf_counter() - started
+        if self.accelerator.sync_gradients:
+            self._finish_update()
+        return total
+
+    def _needs_forward(self, part: TrainingSlice) -> list[int]:
+        """Positions of the slice's turns that can move the policy: with beta 0, those with an advantage."""
+        advantages = part.rollout.advantages[part.indices]
+        return [i for i, advantage in enumerate(advantages.tolist()) if advantage != 0 or self.beta]
+
+    def _microbatch_loss(self, part: TrainingSlice, rows: list[int]) -> torch.Tensor:
+        """Return this micro-batch's share of the objective: sum of weight * (surrogate + beta * KL)."""
+        indices = [part.indices[row] for row in rows]
+        batch = self._collate(part.rollout, indices)
+        scores = self._score(batch)
+        advantages = part.rollout.advantages[indices].to(batch.behavior_logprobs)
+        surrogate, stats = clipped_surrogate(
+            scores.logprobs, batch.behavior_logprobs, advantages, batch.mask, self.epsilon_low, self.epsilon_high
+        )  # (n, T)
+        kl = self._kl(scores, batch)
+        per_token = surrogate if kl is None else surrogate + self.beta * kl
+        finite = torch.isfinite(per_token).all(dim=1)
+        if not finite.all():
+            worst = part.rollout.turn_name(indices[int((~finite).nonzero()[0])])
+            path = self._save_rollout(part.rollout)
+            raise FloatingPointError(f"the loss or KL of {worst} is not finite; its rollout is in {path}")
+        first = self._step % (self.args.steps_per_generation * self.num_iterations)
+        if first < self.args.gradient_accumulation_steps:
+            self._compare_behavior(part.rollout, indices, batch, scores.logprobs.detach())
+        self._meter_tokens(stats, scores, kl, batch)
+        weights = part.weights[rows].to(per_token)[:, None] * batch.mask  # (n, T)
+        return (weights * per_token).sum()
+
+    def _collate(self, rollout: ScoredRollout, indices: Sequence[int]) -> TurnBatch:
+        turns = rollout.turns
+        dtype = torch.promote_types(self.policy.dtype, torch.float32)
+        return collate_turns([turns[i] for i in indices], self._tokenizer.pad_token_id, self.accelerator.device, dtype)
+
+    def _score(self, batch: TurnBatch) -> Scores:
+        self._add_cost("tokens/scoring", batch.tokens)
+        self._add_cost("tokens/reference", batch.tokens if self.reference else 0)
+        return score_turns(self.policy, batch, self.temperature, self.reference, self.args.kl, self._timed)
+
+    def _kl(self, scores: Scores, batch: TurnBatch) -> torch.Tensor | None:
+        """KL(current || reference) per token (n, T): exact, or TRL's k3 with its importance correction."""
+        if scores.reference_logprobs is None:
+            return scores.kl
+        k3 = k3_kl(scores.logprobs, scores.reference_logprobs)
+        if self.args.use_bias_correction_kl:
+            k3 = k3 * torch.exp(scores.logprobs - batch.behavior_logprobs)
+        return k3
+
+    def _finish_update(self) -> None:
+        """Log what the whole update measured; parameters that no turn touched get a zero gradient, not none."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        self._log_update(self._current_train_step_time)
+        self._current_train_step_time = 0.0
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """Stop before a nonfinite gradient reaches the weights; called by transformers' loop before the optimizer."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        if self.workflow is not None and not torch.isfinite(torch.as_tensor(norm)):
+            rollout = self._buffered_inputs[0].rollout
+            groups = sorted({trajectory.group for trajectory in rollout.trajectories})
+            path = self._save_rollout(rollout)
+            raise FloatingPointError(
+                f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
+                f"{rollout.iteration}, groups {groups}, written to {path}"
+            )
+        return norm
+
+    def _save_rollout(self, rollout: ScoredRollout) -> str:
+        name = f"rollout_{rollout.iteration:05d}.parquet"
+        return str(write_rollout(rollout, os.path.join(self.args.output_dir, "nonfinite", name)))
+
+    # ---- behavior check ----
+
+    def _check_behavior(self, rollout: ScoredRollout) -> None:
+        """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
+        lengths = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns]
+        with evaluating(self.model):
+            for indices in plan_microbatches(lengths, self.args.max_tokens_per_microbatch):
+                batch = self._collate(rollout, indices)
+                scores = score_turns(self.policy, batch, self.temperature, timed=self._timed)
+                self._compare_behavior(rollout, indices, batch, scores.logprobs)
+
+    def _compare_behavior(
+        self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
+    ) -> None:
+        """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
+        gap = (logprobs - batch.behavior_logprobs).abs() * batch.mask  # (n, T)
+        self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
+        self._meter.add_peak("behavior_gap/max", float(gap.max()))
+        exact = self.policy.dtype in (torch.float32, torch.float64)
+        tolerance = self.args.behavior_tolerance or (2e-4 if exact else torch.inf)
+        if self.args.behavior_check == "off" or float(gap.max()) <= tolerance:
+            return
+        row, position = divmod(int(gap.argmax()), gap.shape[1])
+        token = rollout.turns[indices[row]].completion_ids[position]
+        raise RuntimeError(
+            f"scoring does not reproduce the recorded log-probabilities: worst at {rollout.turn_name(indices[row])}, "
+            f"response position {position}, token {token} {self._tokenizer.decode([token])!r}: recorded "
+            f"{float(batch.behavior_logprobs[row, position]):.6f}, scored {float(logprobs[row, position]):.6f}, "
+            f"allowed gap {tolerance:g} (behavior_tolerance); the record was altered, or sampling and scoring differ"
+        )
+
+    # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        if self.workflow is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if len(inputs) % self.num_generations_eval:
+            raise ValueError(
+                f"an evaluation batch has {len(inputs)} rows, expected a multiple of num_generations_eval="
+                f"{self.num_generations_eval}: set per_device_eval_batch_size to one"
+            )
+        first_group = sum(len(set(r.group_ids.tolist())) for r, _, _ in self._evaluated)
+        rollout = self._roll_out(
+            inputs, self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION, first_group
+        )
+        self._record(rollout, "eval")
+        with torch.no_grad():
+            losses, kl = self._evaluation_losses(rollout)
+        self._evaluated.append((rollout, losses, kl))
+        return losses.sum(), None, None
+
+    def _evaluation_losses(self, rollout: ScoredRollout) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1."""
+        _, weights = objective_weights(rollout, range(len(rollout.trajectories)), self.loss_type)
+        lengths = torch.tensor([len(turn.completion_ids) for turn in rollout.turns])
+        losses = -rollout.advantages.double() * lengths * weights
+        if self.reference is None:
+            return losses, None
+        kl = torch.zeros(len(lengths), dtype=torch.float64)
+        padded = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns]
+        for indices in plan_microbatches(padded, self.args.max_tokens_per_microbatch):
+            batch = self._collate(rollout, indices)
+            per_token = self._kl(self._score(batch), batch)
+            assert per_token is not None
+            kl[indices] = (per_token * batch.mask).sum(dim=1).double().cpu()
+        return losses + self.beta * kl * weights, kl
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Run transformers' loop, then report exact means over all trajectories under this set's own prefix."""
+        if self.workflow is None:
+            return super().evaluation_loop(*args, **kwargs)
+        named = inspect.signature(GRPOTrainer.evaluation_loop).bind(self, *args, **kwargs)
+        named.apply_defaults()
+        self._evaluated = []
+        output = super().evaluation_loop(*args, **kwargs)
+        prefix = named.arguments["metric_key_prefix"]
+        output.metrics.update({f"{prefix}_{name}": value for name, value in self._evaluation_metrics().items()})
+        return output
+
+    # ---- the whole run ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as GRPOTrainer does; the reference must be the same at the end, to the last bit."""
+        if self.workflow is None or self.reference is None:
+            return super().train(*args, **kwargs)
+        digest = self.reference.digest()
+        output = super().train(*args, **kwargs)
+        if self.reference.digest() != digest:
+            raise RuntimeError("the reference policy changed during training: KL was measured against a moving target")
+        return output
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.workflow is None:
+            return super()._save_checkpoint(*args, **kwargs)
+        with self._timed("saving"):
+            super()._save_checkpoint(*args, **kwargs)

@@ -1,0 +1,279 @@
+"""Workflows: what the model is asked at every turn, and what its reply does. Plain Python, no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tqdm.auto import tqdm
+
+from .gates import (
+    GATED_INSTRUCTION,
+    INITIAL_MEMORY,
+    UNGATED_INSTRUCTION,
+    GateDecision,
+    answer_segments,
+    parse_answer,
+    parse_turn,
+    turn_segments,
+)
+from .rollout import Turn, row_name
+
+# A private-use character that no chat template trims, to find where the user text goes.
+_SLOT = "\ue000"
+
+
+class Workflow(Protocol):
+    """One way of working through a dataset row turn by turn.
+
+    `bind` is called once; then per trajectory `start`, and per turn `prompt` and `advance`. Two optional methods:
+    `messages(state)` gives the current prompt in TRL's form to reward functions (default: the decoded prompt), and
+    `max_prompt_tokens(row)` an upper bound of every prompt of a row, checked before training (default: checked at each
+    turn). Attributes of the state named memory, exit_step, last_evidence, parsed, answer, memory_tokens become the
+    trajectory's.
+    """
+
+    strict_format: bool
+
+    def bind(self, tokenizer: Any, config: Any) -> None: ...
+
+    def start(self, row: dict[str, Any]) -> Any: ...
+
+    def prompt(self, state: Any) -> list[list[int]]: ...
+
+    def advance(self, state: Any, turn: Turn) -> bool: ...
+
+
+class ChatFormat:
+    """Tokenises user text inside the tokenizer's chat template, segment by segment, so that boundaries stay put.
+
+    Documents, questions and memories are never parsed for control tokens; only the template's own are. Without a chat
+    template the prompt is the user text alone, after the tokenizer's BOS where it adds one.
+    """
+
+    def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None):
+        self.tokenizer = tokenizer
+        self.has_template = getattr(tokenizer, "chat_template", None) is not None
+        if not self.has_template:
+            self.head, self.tail = tokenizer("")["input_ids"], []
+            eos = tokenizer.eos_token_id
+            self.head = self.head[:-1] if self.head and self.head[-1] == eos else self.head
+            return
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _SLOT}],
+            tokenize=False,
+            add_generation_prompt=True,
+            **(chat_template_kwargs or {}),
+        )
+        if rendered.count(_SLOT) != 1:
+            raise ValueError(
+                f"the chat template shows the user's text {rendered.count(_SLOT)} times, expected once: turn prompts "
+                "are joined from separately tokenised segments; use a template that shows each message once"
+            )
+        head, tail = rendered.split(_SLOT)
+        self.head, self.tail = self._encode(head), self._encode(tail)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokenise plain text: "<|im_end|>" in a document is text, not a control token."""
+        if not text:
+            return []
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def encode(self, segments: list[str]) -> list[list[int]]:
+        """Return token-id segments of one prompt: template head, each text segment apart, template tail."""
+        return [self.head, *(self.encode_text(text) for text in segments), self.tail]
+
+    def prompt_form(self, segments: list[str]) -> str | list[dict[str, str]]:
+        """Return the prompt in TRL's form: messages under a chat template, else text."""
+        text = "".join(segments)
+        return [{"role": "user", "content": text}] if self.has_template else text
+
+    def cut(self, text: str, max_tokens: int) -> tuple[str, int, bool]:
+        """Return (text of at most `max_tokens` tokens, how many, whether it was cut), never cut inside a character."""
+        ids, was_cut = self.encode_text(text), False
+        limit = max_tokens
+        while len(ids) > max_tokens:
+            offsets = self.tokenizer(
+                text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
+            )["offset_mapping"]
+            start = offsets[limit][0] if limit < len(offsets) else len(text)
+            text, was_cut = text[: min(start, len(text) - 1)].rstrip(), True
+            ids, limit = self.encode_text(text), max_tokens
+        return text, len(ids), was_cut
+
+
+class SingleTurn:
+    """One prompt, one completion: reads the dataset column `prompt` (text or messages, as in TRL)."""
+
+    strict_format = False
+
+    def bind(self, tokenizer: Any, config: Any) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template_kwargs = dict(config.chat_template_kwargs or {})
+
+    def start(self, row: dict[str, Any]) -> dict[str, Any]:
+        if "prompt" not in row:
+            raise ValueError(f"SingleTurn reads the column 'prompt', found columns {sorted(row)}")
+        return {"prompt": row["prompt"]}
+
+    def prompt(self, state: dict[str, Any]) -> list[list[int]]:
+        if isinstance(state["prompt"], str):
+            return [self.tokenizer(state["prompt"])["input_ids"]]
+        encoded = self.tokenizer.apply_chat_template(
+            state["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True, **self.chat_template_kwargs
+        )
+        return [encoded["input_ids"]]
+
+    def messages(self, state: dict[str, Any]) -> Any:
+        return state["prompt"]
+
+    def max_prompt_tokens(self, row: dict[str, Any]) -> int:
+        return len(self.prompt(self.start(row))[0])
+
+    def advance(self, state: dict[str, Any], turn: Turn) -> bool:
+        return False
+
+
+@dataclass
+class _Reading:
+    """Where one reader of a document stands; `chunk` is the 0-based index of the chunk to read, K when answering."""
+
+    question: str
+    chunks: list[dict[str, Any]]
+    last_evidence: int
+    memory: str = INITIAL_MEMORY
+    memory_tokens: int = 0
+    chunk: int = 0
+    answering: bool = False
+    exit_step: int | None = None
+    parsed: bool = True
+    answer: str | None = None
+    segments: list[str] = field(default_factory=list)
+
+
+class _MemoryAgent:
+    """What gated and ungated readers share: chunk turns over a memory, then one answer turn from memory alone."""
+
+    instruction: str
+    strict_format: bool
+
+    def __init__(self, layout: str = "chunk_first", strict_format: bool = True, exit_gate: bool = True):
+        turn_segments(layout, "", "", "", "")  # refuses an unknown layout
+        self.layout, self.strict_format, self.exit_gate = layout, strict_format, exit_gate
+
+    def bind(self, tokenizer: Any, config: Any) -> None:
+        self.chat = ChatFormat(tokenizer, config.chat_template_kwargs)
+        self.max_memory_tokens = config.max_memory_tokens
+
+    def start(self, row: dict[str, Any]) -> _Reading:
+        missing = [name for name in ("question", "answers", "chunks") if name not in row]
+        if missing:
+            raise ValueError(f"{type(self).__name__} reads question, answers and chunks; missing {missing}")
+        if not row["chunks"]:
+            raise ValueError(f"row {row.get('id')!r} has no chunks, expected at least one")
+        evidence = [k for k, chunk in enumerate(row["chunks"], start=1) if chunk.get("evidence")]
+        reading = _Reading(row["question"], row["chunks"], evidence[-1] if evidence else len(row["chunks"]))
+        reading.memory_tokens = len(self.chat.encode_text(INITIAL_MEMORY))
+        return reading
+
+    def _segments(self, state: _Reading) -> list[str]:
+        if state.answering:
+            return answer_segments(state.question, state.memory)
+        chunk = state.chunks[state.chunk]["text"]
+        return turn_segments(self.layout, self.instruction, state.question, chunk, state.memory)
+
+    def prompt(self, state: _Reading) -> list[list[int]]:
+        state.segments = self._segments(state)
+        return self.chat.encode(state.segments)
+
+    def messages(self, state: _Reading) -> Any:
+        return self.chat.prompt_form(state.segments)
+
+    def max_prompt_tokens(self, row: dict[str, Any]) -> int:
+        """Upper bound over the turns of a row: the longest chunk with a full memory, or the answer turn."""
+        state = self.start(row)
+        memory = max(self.max_memory_tokens, state.memory_tokens) - state.memory_tokens
+        lengths = []
+        for index in range(len(state.chunks)):
+            state.chunk = index
+            lengths.append(sum(map(len, self.prompt(state))))
+        state.answering = True
+        return max(*lengths, sum(map(len, self.prompt(state)))) + memory
+
+    def write(self, state: _Reading, turn: Turn, candidate: str) -> None:
+        """Make `candidate` the memory, cut to `max_memory_tokens`."""
+        state.memory, state.memory_tokens, turn.memory_cut = self.chat.cut(candidate, self.max_memory_tokens)
+
+    def advance(self, state: _Reading, turn: Turn) -> bool:
+        if state.answering:
+            turn.step = None
+            state.answer = parse_answer(turn.text, turn.finish_reason)
+            state.parsed &= state.answer is not None
+            return False
+        turn.evidence = state.chunks[state.chunk].get("evidence")
+        turn.decision = self.decide(turn)
+        state.parsed &= turn.decision is not None
+        state.chunk += 1
+        state.exit_step = state.chunk
+        if turn.decision is not None and turn.decision.check:
+            self.write(state, turn, turn.decision.candidate)
+        leaves = self.exit_gate and turn.decision is not None and turn.decision.exit
+        state.answering = leaves or state.chunk == len(state.chunks)
+        return True
+
+    def decide(self, turn: Turn) -> GateDecision | None:
+        raise NotImplementedError
+
+
+class GatedMemory(_MemoryAgent):
+    """GRU-Mem (arXiv 2602.10560): an update gate guards the memory and an exit gate ends the reading.
+
+    `layout` is "chunk_first" or "memory_first"; `strict_format` makes the trainer reward a trajectory with an unparsed
+    turn 0; `exit_gate=False` reads to the end whatever the gate says.
+    """
+
+    instruction = GATED_INSTRUCTION
+
+    def decide(self, turn: Turn) -> GateDecision | None:
+        return parse_turn(turn.text, turn.finish_reason)
+
+
+class MemAgent(_MemoryAgent):
+    """MemAgent (arXiv 2507.02259): the reply is the new memory at every chunk, and every chunk is read."""
+
+    instruction = UNGATED_INSTRUCTION
+
+    def __init__(self, layout: str = "memory_first", strict_format: bool = False):
+        super().__init__(layout, strict_format, exit_gate=False)
+
+    def decide(self, turn: Turn) -> GateDecision | None:
+        candidate = turn.text.strip()
+        if turn.finish_reason != "eos" or not candidate:
+            return None
+        return GateDecision(check=True, candidate=candidate, exit=False)
+
+
+def check_prompt_lengths(workflow: Any, dataset: Any, name: str, max_prompt_length: int, room: int | None) -> None:
+    """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
+
+    `room` is the model's positions less the completion length, None where unknown. A stream or a workflow without
+    `max_prompt_tokens` is checked turn by turn instead.
+    """
+    bound = getattr(workflow, "max_prompt_tokens", None)
+    if bound is None or dataset is None or not hasattr(dataset, "__len__"):
+        return
+    limit = max_prompt_length if room is None else min(max_prompt_length, room)
+    faults, shown = 0, []
+    for index, row in enumerate(tqdm(dataset, desc=f"checking {name} rows", leave=False, delay=2)):
+        longest = bound(row)
+        if longest > limit:
+            faults += 1
+            shown.append(f"  {name} {row_name(row, index)}: up to {longest} prompt tokens")
+    if faults:
+        more = [f"  and {faults - 20} more"] if faults > 20 else []
+        raise ValueError(
+            f"{faults} rows cannot fit in {limit} prompt tokens (max_prompt_length={max_prompt_length}; positions of "
+            f"the model less max_completion_length: {room}); prompts are never truncated: cut chunks smaller, allow less "
+            "memory, or raise the limit\n" + "\n".join(shown[:20] + more)
+        )
