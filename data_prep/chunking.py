@@ -36,15 +36,17 @@ def cut_positions(offsets: Sequence[tuple[int, int]], length: int, chunk_size: i
 
     Several tokens may share a character (its bytes): there is no cut between them. The cut moves back to the last
     whole character, and forward only when one character alone has more than chunk_size tokens. Characters that belong
-    to no token (white space that the tokenizer drops) go to the chunk after the cut.
+    to no token (white space that the tokenizer drops) go to the chunk after the cut, unless they would be all there is
+    before it.
     """
     cuts = [0]
     reached = 0  # end of the text covered by the tokens so far
     first = 0  # first token of the open chunk
     boundary: tuple[int, int] | None = None  # last place to cut in the open chunk: (token index, character position)
     for index, (start, end) in enumerate(offsets):
-        if start >= reached > cuts[-1]:
-            boundary = (index, reached)
+        position = reached if reached > cuts[-1] else start
+        if start >= reached and position > cuts[-1]:
+            boundary = (index, position)
         if index - first >= chunk_size and boundary is not None:
             first, position = boundary
             cuts.append(position)

@@ -169,8 +169,7 @@ def _project_rows(
         document = "".join(segment.text for segment in segments)
         if not SHORTEST * sizes[0] <= len(document) <= sizes[1] or not _is_unambiguous(fact, segments, facts):
             continue
-        before = sum(len(segment.text) for segment in segments[:own])
-        shift = before + len(segments[own].head) - segments[own].start
+        shift = _length(segments[:own]) + len(segments[own].head) - segments[own].start
         yield {
             "id": f"{project}-{made:04d}",
             "project": project,
@@ -201,35 +200,46 @@ def _in_turn(facts: dict[str, list[Fact]], generator: random.Random) -> Iterator
 def _lay_out(
     source: Source, fact: Fact, sources: Sequence[Source], length: int, place: float, generator: random.Random
 ) -> tuple[list[Segment], int]:
-    """Segments of about `length` characters with the fact at the fraction `place`, and the index of the fact's own."""
+    """Segments of about `length` characters with the fact at the fraction `place`, and the index of the fact's own.
+
+    A project too small for that place has the fact where its files allow.
+    """
     first = _line_start(source, fact.spans[0][0])
     last = _line_end(source, max(end for _, end in fact.spans))
     budget = max(length - (last - first) - len(f"# file: {source.path}\n\n\n"), 0)
-    others = [other for other in sources if other is not source]
-    generator.shuffle(others)
-    spare = sum(len(other.text) for other in others) / 2
-    left, right = place * budget, (1 - place) * budget
-    start = _line_start(source, max(first - int(max(left * OWN_SHARE, left - spare)), 0), forward=True)
-    start = min(start, first)
-    end = max(
-        _line_end(source, min(last + int(max(right * OWN_SHARE, right - spare)), len(source.text)), back=True), last
-    )
-    used = [_fill(others[::2], left - (first - start)), _fill(others[1::2], right - (end - last))]
-    return [*used[0], Segment(source, start, end), *used[1]], len(used[0])
+    pool = [Segment(other, 0, len(other.text)) for other in sources if other is not source]
+    generator.shuffle(pool)
+    above, below = first, len(source.text) - last  # what the fact's own file can give
+    spare = _length(pool)
+    own_left = min(above, int(max(place * budget * OWN_SHARE, place * (budget - spare))))
+    left = _fill(pool, place * budget - own_left)
+    room = budget - own_left - _length(left)
+    own_right = min(below, int(max(room * OWN_SHARE, room - _length(pool))))
+    right = _fill(pool, room - own_right)
+    room = max(room - own_right - _length(right), 0)  # what the other files left open
+    more = min(room, below - own_right)
+    own_right, own_left = own_right + more, min(above, own_left + room - more)
+    start = min(_line_start(source, first - own_left, forward=True), first)
+    end = max(_line_end(source, last + own_right, back=True), last)
+    return [*left, Segment(source, start, end), *right], len(left)
 
 
-def _fill(sources: Iterable[Source], budget: float) -> list[Segment]:
-    """Whole files, and the head of one more, of at most `budget` characters together."""
+def _length(segments: Iterable[Segment]) -> int:
+    return sum(len(segment.text) for segment in segments)
+
+
+def _fill(pool: list[Segment], budget: float) -> list[Segment]:
+    """Segments taken off the pool, at most `budget` characters together; the last may be the head of one."""
     segments: list[Segment] = []
-    for source in sources:
-        room = int(budget) - len(f"# file: {source.path}\n\n\n")
-        if room < MIN_PIECE:
+    while pool:
+        source, start, stop = pool[0]
+        room = int(budget) - len(pool[0].head) - len("\n\n")
+        end = stop if room >= stop - start else max(_line_end(source, start + room, back=True), start)
+        if room < MIN_PIECE or end == start:
             break
-        end = _line_end(source, room, back=True)
-        if not source.text[:end].strip():
-            continue
-        segments.append(Segment(source, 0, end))
+        segments.append(Segment(source, start, end))
         budget -= len(segments[-1].text)
+        pool[:1] = [Segment(source, end, stop)] if end < stop else []
     return segments
 
 

@@ -1,7 +1,9 @@
 """The gates an ideal reader would write: the targets of a warm start."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 MAX_UNIT_CHARACTERS = 240  # of one line or sentence taken into memory
@@ -39,9 +41,9 @@ def gold_turns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def relevant_text(text: str, question: str, answers: Iterable[str]) -> str:
     """The lines or sentences of a chunk worth remembering for a question, never empty, on one line.
 
-    Of those that hold a gold answer as whole words, the ones that share most words with the question (at most two);
-    when none holds an answer, the first of all that shares most. Gate tags are taken out; a long line is cut around
-    the answer.
+    Of those that hold a gold answer as whole words, the ones that share most with the question (at most two); when
+    none holds an answer, the first of all that shares most. A shared word counts 1 / (lines of the chunk that have
+    it). Gate tags are taken out; a long line is cut around the answer.
 
     >>> text = "a cat sat . the code of lamp is 12 . the code of bell is 12 ."
     >>> relevant_text(text, "what is the code of lamp ?", ["12"])
@@ -56,7 +58,8 @@ def relevant_text(text: str, question: str, answers: Iterable[str]) -> str:
     matches = {unit: next(filter(None, (pattern.search(unit) for pattern in patterns)), None) for unit in units}
     holding = [unit for unit in matches if matches[unit]]
     asked = _words(question)
-    shared = {unit: len(_words(unit) & asked) for unit in holding or matches}
+    having = Counter(word for unit in units for word in _words(unit))
+    shared = {unit: sum(Fraction(1, having[word]) for word in _words(unit) & asked) for unit in holding or matches}
     best = [unit for unit in shared if shared[unit] == max(shared.values())][: 2 if holding else 1]
     return " ".join(_cut(unit, match.start() if (match := matches[unit]) else 0) for unit in best)
 

@@ -9,6 +9,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import date
+from itertools import pairwise
 from typing import Any, Literal
 
 import pyarrow.parquet as pq
@@ -105,12 +106,13 @@ def read_supporting_titles(path: str | os.PathLike[str]) -> dict[str, set[str] |
 
 def documents(context: str) -> Iterator[tuple[str, int, int]]:
     """Title and half-open character range, heading included, of every "Document i:" of a context."""
-    starts, position, number = [], 0, None
+    starts: list[int] = []
+    position, number = 0, None
     while found := re.compile(rf"(?:\A|\n\n)(Document {number or '([01])'}:\n)").search(context, position):
         starts.append(found.start(1))
         position = found.end() - 1
         number = (int(found.group(2)) if number is None else number) + 1
-    for start, end in zip(starts, [*starts[1:], len(context)], strict=True):
+    for start, end in pairwise([*starts, len(context)]):
         text = context[start:end].rstrip()
         title = text.split("\n", 2)[1] if "\n" in text else ""
         yield title, start, start + len(text)

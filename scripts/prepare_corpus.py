@@ -3,7 +3,7 @@
     python scripts/prepare_corpus.py code --source DIR [DIR ...] --output code.jsonl
     python scripts/prepare_corpus.py needle --output needle.jsonl --kind multi_key --shared_keys
     python scripts/prepare_corpus.py needle --output long.jsonl --words 100000 --words_per_chunk 500
-    python scripts/prepare_corpus.py memagent --input train.parquet --supporting_facts hotpot.json --output memagent.jsonl
+    python scripts/prepare_corpus.py memagent --input train.parquet --supporting_facts hotpot.json --output mem.jsonl
 
 The file begins with a manifest line; `turngrpo.data_prep.load_corpus` reads it. An existing file is replaced only
 with --overwrite. With --tokenizer the table that is printed at the end also counts tokens.

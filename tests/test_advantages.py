@@ -63,10 +63,12 @@ def test_row_order_and_id_values_do_not_matter():
     groups, steps = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([1, 1, 2, 1, 2])
     order = torch.tensor([3, 0, 4, 2, 1])
     renamed = torch.tensor([10**12, -7])[groups]
-    for function, extra in ((trajectory_advantages, ()), (turn_advantages, (steps,))):
-        expected = function(rewards, groups, *extra)
-        shuffled = function(rewards[order], renamed[order], *(x[order] for x in extra))
-        assert torch.equal(shuffled, expected[order])
+    for scale in ("none", "group", "batch"):
+        expected = trajectory_advantages(rewards, groups, scale)
+        assert torch.equal(trajectory_advantages(rewards[order], renamed[order], scale), expected[order])
+    for baseline in ("group", "batch"):
+        expected = turn_advantages(rewards, groups, steps, baseline)
+        assert torch.equal(turn_advantages(rewards[order], renamed[order], steps[order], baseline), expected[order])
 
 
 def test_no_gradient_and_empty_input():

@@ -215,7 +215,7 @@ def test_a_single_project_and_an_empty_corpus(tmp_path):
 
 
 def test_line_ends(tmp_path):
-    # blank lines at the end, Windows line ends and a line separator inside a string are no faults; a byte order mark is
+    # no faults: blank lines at the end, Windows line ends, a line separator in a string; a byte order mark is one
     path = save(tmp_path / "c.jsonl", row("a", question="a\u2028b"), row("d", "delta"))
     raw = path.read_bytes().replace(b"\\u2028", "\u2028".encode())
     path.write_bytes(raw.replace(b"\n", b"\r\n") + b"\n \n")

@@ -188,7 +188,7 @@ def test_padding_and_row_order_change_nothing(loss_type):
 
 
 def test_k3_by_hand():
-    # current 1/2, reference 1/4: ratio q/p = 1/2, 1/2 + ln 2 - 1 = 0.1931471806; reversed: 2 - ln 2 - 1 = 0.3068528194.
+    # current 1/2, reference 1/4: q/p = 1/2, 1/2 + ln 2 - 1 = 0.1931471806; reversed: 2 - ln 2 - 1 = 0.3068528194.
     current = torch.tensor([0.5, 0.25, 0.3], dtype=torch.float64).log().requires_grad_()
     reference = torch.tensor([0.25, 0.5, 0.3], dtype=torch.float64).log()
     kl = k3_kl(current, reference)

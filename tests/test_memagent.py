@@ -59,7 +59,7 @@ def test_rows_join_by_question_and_titles(tmp_path, lines):
         ["Oslo"],
     ]
     # printf Bonn | sha256sum: the first 16 digits modulo 1000; likewise Oslo
-    assert [row["project"] for row in rows] == ["titles-BONN", "titles-OSLO"]
+    assert [row["project"] for row in rows] == ["titles-0281", "titles-0095"]
     write_corpus(tmp_path / "out.jsonl", manifest, rows)
     from test_chunking import TOKENIZER
 

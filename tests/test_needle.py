@@ -69,7 +69,7 @@ def test_text_has_the_size_and_the_words_asked_for():
 
 def test_projects_have_their_own_words_or_share_all():
     for shared in (False, True):
-        _, rows = build_needle_corpus("multi_key", projects=4, rows_per_project=40, shared_keys=shared)
+        _, rows = build_needle_corpus("multi_key", projects=4, rows_per_project=90, shared_keys=shared)
         keys, words = {}, {}
         for row in rows:
             keys.setdefault(row["project"], set()).add(key_of(row))
@@ -164,6 +164,11 @@ def test_relevant_text_prefers_the_answer_as_a_whole_word():
     prose = "Anna was born in Bonn. Bonn lies on the Rhine. She died in Rome!"
     assert relevant_text(prose, "Where was Anna born?", ["bonn"]) == "Anna was born in Bonn."
     assert relevant_text(prose, "Where does the Rhine flow?", ["Cologne"]) == "Bonn lies on the Rhine."  # no answer
+    # no answer here: `_merge` is in one line, "layer" in all; counting words alone the first line would be as good
+    lines = "the layer types\nlayer = 1\ndef _merge(layer):\n"
+    assert (
+        relevant_text(lines, "In layer.py, which exception does `_merge` raise?", ["KeyError"]) == "def _merge(layer):"
+    )
 
 
 def test_relevant_text_is_short_and_free_of_gate_tags():

@@ -7,6 +7,7 @@ import pytest
 import torch
 import turngrpo.rewards.answers
 import turngrpo.rewards.gates
+from turngrpo.data_prep import load_corpus, write_corpus
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
 from turngrpo.trainer.advantages import mix_advantages, trajectory_advantages, turn_advantages
 from turngrpo.trainer.gates import GateDecision
@@ -139,3 +140,31 @@ def test_a6_alpha_mix():
     assert mixed.tolist() == pytest.approx([0.35, 0.45, -0.25], abs=1e-12)
     assert mix_advantages(by_trajectory, by_turn, 1.0).tolist() == [0.5, 0.5, -0.5]
     assert mix_advantages(by_trajectory, by_turn, 0.0).tolist() == [-1.0, 0.0, 2.0]
+
+
+def test_a8_validation_split_by_project(tmp_path):
+    manifest = {"format": "turngrpo-corpus/1", "name": "tiny", "created": "2026-01-01", "label_source": "computed",
+                "kappa": None, "kappa_items": None, "license": "CC0-1.0"}  # fmt: skip
+
+    def sides(name, projects, rows_each):
+        rows = [
+            {"id": f"{project}-{n}", "project": project, "question": "q", "answers": ["a"],
+             "chunks": [{"text": "t", "evidence": True}]}
+            for project in projects
+            for n in range(rows_each)
+        ]  # fmt: skip
+        write_corpus(tmp_path / name, manifest, rows)
+        corpus = load_corpus(tmp_path / name, validation_fraction=0.25, seed=0)
+        assert sum(map(len, corpus.values())) == len(rows)
+        return [set(corpus[side]["project"]) for side in ("train", "validation")]
+
+    projects = [f"p{n:02}" for n in range(20)]
+    train, validation = sides("before", projects, 2)
+    assert not train & validation and train | validation == set(projects)
+    # SHA-256 of seed, newline and name lies under a quarter of its range for these five, the first of them at 0.083.
+    # Every fourth ROW instead would put p00, p02, ... p18 on both sides.
+    assert validation == {"p10", "p16", "p11", "p14", "p02"}
+    # More rows of every project, and ten more projects in front: nobody moves.
+    more_train, more_validation = sides("after", [f"p{n:02}" for n in reversed(range(30))], 3)
+    assert not more_train & more_validation
+    assert train <= more_train and validation <= more_validation

@@ -1,5 +1,8 @@
-"""Projects on either side of the split. Positions with seed 0, from `printf '0\\nalpha' | sha256sum` (first two hex
-digits / 256): alpha 59 .351, beta 38 .221, gamma 27 .153, delta 17 .091, epsilon 3e .244, zeta e6 .901, eta b9 .725."""
+"""Projects on either side of the split.
+
+Positions with seed 0, from `printf '0\\nalpha' | sha256sum` (first two hex digits / 256): alpha 59 .351, beta 38 .221,
+gamma 27 .153, delta 17 .091, epsilon 3e .244, zeta e6 .901, eta b9 .725.
+"""
 
 import pytest
 from turngrpo.data_prep.splits import split_by_project

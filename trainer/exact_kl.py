@@ -241,9 +241,7 @@ def fused_logprobs_and_kl(
         shapes = [tuple(x.shape) for x in (*hidden, targets)]
         raise ValueError(f"hidden states and targets have shapes {shapes}, expected (M, H) and (M,): flatten the rows")
     if not temperature > 0 or tile_elements < 1:
-        raise ValueError(
-            f"temperature={temperature} and tile_elements={tile_elements}, expected above 0 and from 1 on"
-        )
+        raise ValueError(f"temperature={temperature}, tile_elements={tile_elements}, expected above 0 and at least 1")
     if reference_bias is not None and reference_lm_head_weight is None:
         raise ValueError("reference_bias is given without reference_lm_head_weight: give both, or neither to share")
     return _FusedLogprobsAndKL.apply(

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from trl.trainer.utils import nanstd
+
 from turngrpo.rewards import answer_reward
 
 from .iteration import ScoredRollout

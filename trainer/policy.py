@@ -37,8 +37,8 @@ class Head:
 class Policy:
     """A causal model as backbone and head; PEFT layers inside the backbone take part, whichever adapter is active."""
 
-    def __init__(self, model: nn.Module, autocast: Callable[[], Any] = contextlib.nullcontext):
-        self.model = model
+    def __init__(self, model: Any, autocast: Callable[[], Any] = contextlib.nullcontext):
+        self.model: Any = model
         self.autocast = autocast
         self.causal: Any = model.get_base_model() if is_peft_model(model) else model
 

@@ -108,6 +108,15 @@ class Recording:
 
     # ---- evaluation ----
 
+    @contextlib.contextmanager
+    def _evaluation_recording(self) -> Iterator[None]:
+        """Collect one evaluation's rollouts and costs apart from those of the update around it."""
+        costs, self._costs, self._evaluated = self._costs, dict.fromkeys(COST_NAMES, 0.0), []
+        try:
+            yield
+        finally:
+            self._costs, self._evaluated = costs, []
+
     def _evaluation_metrics(self) -> dict[str, float]:
         """Return the metrics over every trajectory of one evaluation; `loss` weighs batches as the objective does."""
         rollouts = [rollout for rollout, _, _ in self._evaluated]
@@ -122,5 +131,6 @@ class Recording:
             metrics["kl"] = sum(divergences) / sum(tokens)
         for name, values in self._metrics["eval"].items():  # what reward functions logged
             metrics[name] = sum(values) / len(values)
+        metrics |= {name: cost for name, cost in self._costs.items() if cost}
         self._metrics["eval"].clear()
         return {name: value for name, value in metrics.items() if value == value}  # NaN: not observed

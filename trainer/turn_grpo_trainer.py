@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import get_config_model_id
 
 from .batching import TurnBatch, collate_turns, plan_microbatches
+from .behavior import behavior_gap, default_tolerance, describe_gap
 from .callbacks import OptimizerTimer, rollout_progress
-from .config import TurnGRPOConfig
+from .checks import check_arguments, check_model, check_rows
 from .engines import TransformersEngine
 from .iteration import (
     ScoredRollout,
@@ -31,9 +31,21 @@ from .policy import Policy, evaluating, zero_dropout
 from .recording import Recording
 from .rollout import Trajectory, collect
 from .scoring import Reference, Scores, score_turns
-from .workflows import Workflow, check_prompt_lengths
+from .workflows import Workflow
 
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
+
+PAPER = {
+    "title": "When to Memorize and When to Stop: Gated Recurrent Memory for Long-Context Reasoning",
+    "id": "2602.10560",
+    "citation": """@article{sheng2026grumem,
+    title  = {When to Memorize and When to Stop: Gated Recurrent Memory for Long-Context Reasoning},
+    author = {Leheng Sheng and Yongtao Zhang and Wenchang Ma and Yaorui Shi and Ting Huang and Xiang Wang and An Zhang
+              and Ke Shen and Tat-Seng Chua},
+    year   = 2026,
+    eprint = {arXiv:2602.10560},
+}""",
+}
 
 TurnRewardFunc = Callable[..., list[list[float | None]]]
 
@@ -45,9 +57,9 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
     other arguments are GRPOTrainer's. Under a workflow every option that is not honoured raises ValueError by name.
     """
 
-    _tag_names = ["trl", "grpo", "turngrpo"]
     args: Any  # TurnGRPOConfig under a workflow
     model: Any
+    ref_model: Any
     optimizer: Any
     num_generations: Any
     num_generations_eval: Any
@@ -72,38 +84,21 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
             return
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
-        args = self._check_arguments(named.arguments)
+        args = named.arguments["args"] = check_arguments(named.arguments)
+        self._tag_names, self._name, self._paper = [*self._tag_names, "turngrpo"], "TurnGRPO", PAPER
         # TRL reloads the reference of a fully trained model from its config's path; ours is a snapshot.
         beta, snapshot = args.beta, not (is_peft_model(model) or named.arguments.get("peft_config"))
-        args.beta = 0.0 if snapshot else beta
-        named.arguments["args"] = args
-        super().__init__(*named.args[1:], **named.kwargs)
-        args.beta = self.beta = beta
+        try:
+            args.beta = 0.0 if snapshot else beta
+            super().__init__(*named.args[1:], **named.kwargs)
+        finally:
+            args.beta = self.beta = beta
         self._set_up_workflow(workflow, turn_reward_funcs)
 
     # ---- set-up under a workflow ----
 
-    @staticmethod
-    def _check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
-        """Refuse what a workflow does not honour, before a model is loaded; returns the config."""
-        args, model = arguments.get("args"), arguments["model"]
-        if args is None:
-            name = model if isinstance(model, str) else get_config_model_id(model.config)
-            args = TurnGRPOConfig(f"{name.split('/')[-1]}-GRPO")
-        if not isinstance(args, TurnGRPOConfig):
-            raise ValueError(f"args is a {type(args).__name__}, but a workflow needs a TurnGRPOConfig")
-        for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
-            if arguments.get(name):
-                raise ValueError(f"{name} is not honoured under a workflow: the workflow itself drives the turns")
-        args.check_workflow_options()
-        if args.world_size > 1:
-            raise ValueError(f"a workflow runs in one process for now, found {args.world_size}: launch with one")
-        return args
-
     def _set_up_workflow(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
-        if not isinstance(self.processing_class, PreTrainedTokenizerBase):
-            raise ValueError(f"a workflow needs a tokenizer, found {type(self.processing_class).__name__}")
-        self._check_model()
+        check_model(self.model, self.processing_class, self.beta, self.aux_loss_enabled)
         functions = turn_reward_funcs or []
         self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
         weights = self.args.turn_reward_weights
@@ -121,7 +116,9 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
         if not self.turn_reward_funcs and self.args.alpha < 1:
             warnings.warn(f"no turn_reward_funcs: every advantage is alpha={self.args.alpha} of TRL's", stacklevel=4)
         workflow.bind(self._tokenizer, self.args)
-        self._check_rows()
+        evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+        for name, dataset in {"train": self.train_dataset, **evaluation}.items():
+            check_rows(workflow, dataset, name, self.args, self.model)
         zero_dropout(self.model)
         self.policy = Policy(self.model, self.accelerator.autocast)
         self.reference = Reference(self.policy) if self.beta else None
@@ -143,35 +140,14 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
         self._start_recording()
         self.add_callback(OptimizerTimer(self._add_cost))
 
-    def _check_model(self) -> None:
-        peft = is_peft_model(self.model)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            raise ValueError("no parameter is trainable: load an adapter with is_trainable=True")
-        if peft and any(config.is_prompt_learning for config in self.model.peft_config.values()):
-            raise ValueError("prompt-learning adapters are not honoured under a workflow: use LoRA or none")
-        if peft and self.beta and any(getattr(c, "bias", "none") != "none" for c in self.model.peft_config.values()):
-            raise ValueError("LoRA with trained biases has no frozen base model to be the reference: use bias='none'")
-        if getattr(self.model, "is_loaded_in_4bit", False) or getattr(self.model, "is_loaded_in_8bit", False):
-            raise ValueError("a quantized model is not honoured under a workflow: load it in 16 or 32 bits")
-        if self.aux_loss_enabled:
-            raise ValueError("router_aux_loss_coef is not honoured under a workflow: set it to 0")
-
-    def _check_rows(self) -> None:
-        """Refuse rows whose prompts cannot fit, before training starts."""
-        datasets = {"train": self.train_dataset}
-        evaluation = self.eval_dataset
-        datasets |= evaluation if isinstance(evaluation, dict) else {"eval": evaluation}
-        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        room = None if positions is None else positions - self.max_completion_length
-        for name, dataset in datasets.items():
-            check_prompt_lengths(self.workflow, dataset, name, self.args.max_prompt_length, room)
-
     # ---- generation step: replaces GRPOTrainer._prepare_inputs (trl 1.16) ----
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if self.workflow is None:
             return super()._prepare_inputs(generation_batch)
         steps = self.args.steps_per_generation
+        if self._step == 0:  # TRL counts from 0 after a resume; the sampling noise must not start again
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
             self._clear_logs()
             iteration = self._step // (steps * self.num_iterations)
@@ -347,21 +323,14 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
         self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
     ) -> None:
         """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
-        gap = (logprobs - batch.behavior_logprobs).abs() * batch.mask  # (n, T)
+        gap = behavior_gap(logprobs, batch)
         self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
         self._meter.add_peak("behavior_gap/max", float(gap.max()))
-        exact = self.policy.dtype in (torch.float32, torch.float64)
-        tolerance = self.args.behavior_tolerance or (2e-4 if exact else torch.inf)
-        if self.args.behavior_check == "off" or float(gap.max()) <= tolerance:
-            return
-        row, position = divmod(int(gap.argmax()), gap.shape[1])
-        token = rollout.turns[indices[row]].completion_ids[position]
-        raise RuntimeError(
-            f"scoring does not reproduce the recorded log-probabilities: worst at {rollout.turn_name(indices[row])}, "
-            f"response position {position}, token {token} {self._tokenizer.decode([token])!r}: recorded "
-            f"{float(batch.behavior_logprobs[row, position]):.6f}, scored {float(logprobs[row, position]):.6f}, "
-            f"allowed gap {tolerance:g} (behavior_tolerance); the record was altered, or sampling and scoring differ"
-        )
+        tolerance = self.args.behavior_tolerance or default_tolerance(self.policy.dtype)
+        if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
+            row = int(gap.amax(dim=1).argmax())
+            name = rollout.turn_name(indices[row])
+            raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
 
     # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
 
@@ -407,10 +376,11 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
             return super().evaluation_loop(*args, **kwargs)
         named = inspect.signature(GRPOTrainer.evaluation_loop).bind(self, *args, **kwargs)
         named.apply_defaults()
-        self._evaluated = []
-        output = super().evaluation_loop(*args, **kwargs)
+        with self._evaluation_recording():
+            output: Any = super().evaluation_loop(*args, **kwargs)
+            metrics = self._evaluation_metrics()
         prefix = named.arguments["metric_key_prefix"]
-        output.metrics.update({f"{prefix}_{name}": value for name, value in self._evaluation_metrics().items()})
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 
     # ---- the whole run ----

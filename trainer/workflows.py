@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tqdm.auto import tqdm
-
 from .gates import (
     GATED_INSTRUCTION,
     INITIAL_MEMORY,
@@ -15,7 +13,7 @@ from .gates import (
     parse_turn,
     turn_segments,
 )
-from .rollout import Turn, row_name
+from .rollout import Turn
 
 # A private-use character that no chat template trims, to find where the user text goes.
 _SLOT = "\ue000"
@@ -158,9 +156,10 @@ class _MemoryAgent:
     instruction: str
     strict_format: bool
 
-    def __init__(self, layout: str = "chunk_first", strict_format: bool = True, exit_gate: bool = True):
+    def __init__(self, layout: str, strict_format: bool, exit_gate: bool, instruction: str | None):
         turn_segments(layout, "", "", "", "")  # refuses an unknown layout
         self.layout, self.strict_format, self.exit_gate = layout, strict_format, exit_gate
+        self.instruction = self.instruction if instruction is None else instruction
 
     def bind(self, tokenizer: Any, config: Any) -> None:
         self.chat = ChatFormat(tokenizer, config.chat_template_kwargs)
@@ -230,10 +229,19 @@ class GatedMemory(_MemoryAgent):
     """GRU-Mem (arXiv 2602.10560): an update gate guards the memory and an exit gate ends the reading.
 
     `layout` is "chunk_first" or "memory_first"; `strict_format` makes the trainer reward a trajectory with an unparsed
-    turn 0; `exit_gate=False` reads to the end whatever the gate says.
+    turn 0; `exit_gate=False` reads to the end whatever the gate says; `instruction` replaces the one of chunk turns.
     """
 
     instruction = GATED_INSTRUCTION
+
+    def __init__(
+        self,
+        layout: str = "chunk_first",
+        strict_format: bool = True,
+        exit_gate: bool = True,
+        instruction: str | None = None,
+    ):
+        super().__init__(layout, strict_format, exit_gate, instruction)
 
     def decide(self, turn: Turn) -> GateDecision | None:
         return parse_turn(turn.text, turn.finish_reason)
@@ -244,36 +252,11 @@ class MemAgent(_MemoryAgent):
 
     instruction = UNGATED_INSTRUCTION
 
-    def __init__(self, layout: str = "memory_first", strict_format: bool = False):
-        super().__init__(layout, strict_format, exit_gate=False)
+    def __init__(self, layout: str = "memory_first", strict_format: bool = False, instruction: str | None = None):
+        super().__init__(layout, strict_format, exit_gate=False, instruction=instruction)
 
     def decide(self, turn: Turn) -> GateDecision | None:
         candidate = turn.text.strip()
         if turn.finish_reason != "eos" or not candidate:
             return None
         return GateDecision(check=True, candidate=candidate, exit=False)
-
-
-def check_prompt_lengths(workflow: Any, dataset: Any, name: str, max_prompt_length: int, room: int | None) -> None:
-    """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
-
-    `room` is the model's positions less the completion length, None where unknown. A stream or a workflow without
-    `max_prompt_tokens` is checked turn by turn instead.
-    """
-    bound = getattr(workflow, "max_prompt_tokens", None)
-    if bound is None or dataset is None or not hasattr(dataset, "__len__"):
-        return
-    limit = max_prompt_length if room is None else min(max_prompt_length, room)
-    faults, shown = 0, []
-    for index, row in enumerate(tqdm(dataset, desc=f"checking {name} rows", leave=False, delay=2)):
-        longest = bound(row)
-        if longest > limit:
-            faults += 1
-            shown.append(f"  {name} {row_name(row, index)}: up to {longest} prompt tokens")
-    if faults:
-        more = [f"  and {faults - 20} more"] if faults > 20 else []
-        raise ValueError(
-            f"{faults} rows cannot fit in {limit} prompt tokens (max_prompt_length={max_prompt_length}; positions of "
-            f"the model less max_completion_length: {room}); prompts are never truncated: cut chunks smaller, allow less "
-            "memory, or raise the limit\n" + "\n".join(shown[:20] + more)
-        )

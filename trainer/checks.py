@@ -1,0 +1,73 @@
+"""What must hold before a workflow trains: arguments, model and rows, each with an error that says what to do."""
+
+from typing import Any
+
+from accelerate.utils import is_peft_model
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.utils import get_config_model_id
+
+from .config import TurnGRPOConfig
+from .rollout import row_name
+
+MAX_FAULTS = 20  # rows named in one error
+DEFAULT_CONFIG = TurnGRPOConfig  # made where a workflow is given no args
+
+
+def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
+    """Refuse, before a model is loaded, trainer arguments that a workflow does not honour; returns the config."""
+    args, model = arguments.get("args"), arguments["model"]
+    if args is None:
+        name = model if isinstance(model, str) else get_config_model_id(model.config)
+        args = DEFAULT_CONFIG(f"{name.split('/')[-1]}-GRPO")
+    if not isinstance(args, TurnGRPOConfig):
+        raise ValueError(f"args is a {type(args).__name__}, but a workflow needs a TurnGRPOConfig")
+    for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
+        if arguments.get(name):
+            raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
+    args.check_workflow_options()
+    if args.world_size > 1:
+        raise ValueError(f"a workflow trains in one process, found {args.world_size}: launch with --num_processes 1")
+    return args
+
+
+def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled: bool) -> None:
+    """Refuse models that cannot be sampled, scored and compared with a frozen reference exactly."""
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise ValueError(f"a workflow needs a tokenizer, found {type(processing_class).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("no parameter is trainable: load an adapter with is_trainable=True")
+    adapters = model.peft_config.values() if is_peft_model(model) else []
+    if any(config.is_prompt_learning for config in adapters):
+        raise ValueError("prompt-learning adapters are not honoured under a workflow: use LoRA or full fine-tuning")
+    if beta and any(getattr(config, "bias", "none") != "none" for config in adapters):
+        raise ValueError("an adapter that trains biases has no frozen base to be the reference: use bias='none'")
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        raise ValueError("a quantized model is not honoured under a workflow: load it in 16 or 32 bits")
+    if aux_loss_enabled:
+        raise ValueError("router_aux_loss_coef is not honoured under a workflow: set it to 0")
+
+
+def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any) -> None:
+    """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
+
+    A stream, or a workflow without `max_prompt_tokens`, is checked turn by turn during the rollout instead.
+    """
+    bound = getattr(workflow, "max_prompt_tokens", None)
+    if bound is None or dataset is None or not hasattr(dataset, "__len__"):
+        return
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    completion = config.max_completion_length or 0
+    limit = config.max_prompt_length if positions is None else min(config.max_prompt_length, positions - completion)
+    faults = []
+    for index, row in enumerate(tqdm(dataset, desc=f"checking {name} rows", leave=False, delay=2)):
+        longest = bound(row)
+        if longest > limit:
+            faults.append(f"  {name} {row_name(row, index)}: up to {longest} prompt tokens")
+    if faults:
+        more = [f"  and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+        raise ValueError(
+            f"{len(faults)} rows cannot fit in {limit} prompt tokens (max_prompt_length={config.max_prompt_length}; "
+            f"the model has {positions} positions, max_completion_length={completion}). Prompts are never truncated: "
+            "cut chunks smaller, allow less memory, or raise the limit\n" + "\n".join(faults[:MAX_FAULTS] + more)
+        )
