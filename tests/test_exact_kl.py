@@ -289,6 +289,8 @@ def test_fused_in_half_precision_is_that_of_the_cast_inputs():
     exact = fused(floats, [x.float() for x in reference], targets, tile_elements=2 * V)
     for actual, expected in zip(ours, exact, strict=True):
         assert actual.dtype == torch.float32 and torch.equal(actual, expected)
+    for actual, expected in zip(exact, unfused(floats, [x.float() for x in reference], targets), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     # The head's gradients too are summed over the tiles in float32 and rounded once.
     for actual, expected in zip(our_gradients, gradients(exact, floats), strict=True):
         assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected.bfloat16())

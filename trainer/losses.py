@@ -33,9 +33,9 @@ def clipped_surrogate(
             "(advantages may be (N,)): pad every row to the same length"
         )
     active = mask.bool()  # (N, T)
-    # Selecting before any arithmetic: a NaN that is dropped only after exp() would still reach the gradient.
-    advantages = advantages.detach().where(active, 0.0).to(logprobs.dtype)  # (N, T)
-    log_ratio = logprobs.where(active, 0.0) - behavior_logprobs.detach().where(active, 0.0)  # (N, T)
+    advantages = advantages.detach().to(logprobs.dtype)  # (N, T)
+    # Selected before exp() too, not in the loss alone: 0 * NaN off the mask would still reach the gradient.
+    log_ratio = (logprobs - behavior_logprobs.detach()).where(active, 0.0)  # (N, T)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -torch.minimum(ratio * advantages, clipped * advantages).where(active, 0.0)  # (N, T)
