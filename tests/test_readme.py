@@ -26,7 +26,7 @@ def test_the_workflow_of_the_readme_runs(tmp_path, monkeypatch):
     (tmp_path / "readme_workflow.py").write_text(block, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("readme_workflow")
-    tokenizer = word_tokenizer("Answer in \\boxed{}. Your first answer was: Check it and again.")
+    tokenizer = word_tokenizer("Answer in \\boxed{}. Your first answer was: Check it and again. \\boxed{2}")
     replies = {0: "\\boxed{ 2 } <|im_end|>", 1: "\\boxed{ 1 } <|im_end|>"}
 
     class Scripted:
@@ -40,7 +40,7 @@ def test_the_workflow_of_the_readme_runs(tmp_path, monkeypatch):
     (trajectory,) = collect(workflow, engine, tokenizer, [{"question": "code of red"}], [0], [0], 0, 0)
     assert len(trajectory.turns) == 2 and trajectory.parsed
     assert trajectory.answer == "1"  # the second answer, not the first one's 2
-    assert "2" in engine.prompts[0] and "answer" in engine.prompts[0]  # the second prompt shows the first answer
+    assert "was:\\boxed{2}Check" in engine.prompts[0]  # the second prompt shows the first answer
 
 
 def test_every_option_of_trl_stands_in_the_table():
