@@ -7,11 +7,16 @@ Everything is made on the spot, nothing is downloaded.
 """
 
 import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from sft import SftArguments, corpus_examples, fit
+from common import make_workflow
+from sft import corpus_examples, fit
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from trl import SFTConfig
@@ -25,8 +30,23 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TAGS = [f"<{slash}{name}>" for name in "think check update next question section memory".split() for slash in ("", "/")]
-# Gates that the warm start gets wrong on purpose, so that there is something to learn.
-GATE_NOISE = 0.3
+LEARNING_RATE = 5e-3
+MEMORY_TOKENS = 16
+VALIDATION_FRACTION = 0.2
+
+
+@dataclass(frozen=True)
+class StartOptions:
+    """Sizes of the quickstart's start: corpus, and updates of both stages of the warm start."""
+
+    projects: int = 12
+    rows_per_project: int = 160
+    chunks: int = 4
+    words_per_chunk: int = 16
+    reading_updates: int = 260  # with clean gates: to read, compare and copy
+    spoiling_updates: int = 40  # with noisy gates: to be wrong often, so that there is something to learn
+    gate_noise: float = 0.3
+    batch_size: int = 64
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
@@ -57,8 +77,9 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) 
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.1,  # as wide as one over the root of so few dimensions
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
         "bos_token_id": None,
@@ -66,3 +87,60 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) 
         "pad_token_id": tokenizer.pad_token_id,
     }
     return Qwen2ForCausalLM(Qwen2Config(**(config | overrides)))
+
+
+def compare_keys(row: Mapping[str, Any], chunk: Mapping[str, Any]) -> str:
+    """Return the think block of a gold turn: the key that is asked for, and the key that the section tells of."""
+    keys = [re.search(r"code of (\w+)", text) for text in (row["question"], chunk["text"])]
+    return " ".join(match[1] for match in keys if match)
+
+
+def sft_config(folder: Path, updates: int, learning_rate: float, batch_size: int, seed: int) -> SFTConfig:
+    """Return the config of one stage of the warm start; nothing is saved on the way."""
+    return SFTConfig(
+        str(folder / "sft"),
+        max_steps=updates,
+        per_device_train_batch_size=batch_size,
+        learning_rate=learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=20,
+        adam_beta2=0.98,
+        weight_decay=0.01,
+        logging_steps=20,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        seed=seed,
+    )
+
+
+def prepare(folder: Path, seed: int = 0, options: StartOptions | None = None) -> tuple[Path, Path]:
+    """Write the corpus and the warm-started model under `folder`; returns (model folder, corpus file)."""
+    options = options or StartOptions()
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus, model_folder = folder / "corpus.jsonl", folder / "model"
+    manifest, rows = build_needle_corpus(
+        "multi_key",
+        options.projects,
+        options.rows_per_project,
+        options.chunks,
+        options.words_per_chunk,
+        seed=seed,
+        shared_keys=True,
+    )
+    write_corpus(corpus, manifest, rows, overwrite=True)
+    tokenizer = word_tokenizer()
+    model = tiny_model(tokenizer, seed)
+    workflow = make_workflow("gated", instruction=INSTRUCTION)
+    workflow.bind(tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=MEMORY_TOKENS))
+    train = load_corpus(corpus, VALIDATION_FRACTION, seed)["train"]
+    stages = ((options.reading_updates, 0.0, LEARNING_RATE), (options.spoiling_updates, options.gate_noise, 1e-3))
+    for updates, noise, learning_rate in stages:
+        if updates:
+            examples, names = corpus_examples(train, workflow, noise, seed, think=compare_keys)
+            fit(model, tokenizer, examples, names, sft_config(folder, updates, learning_rate, options.batch_size, seed))
+    model.save_pretrained(model_folder)
+    tokenizer.save_pretrained(model_folder)
+    return model_folder, corpus

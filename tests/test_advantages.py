@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from turngrpo.trainer.advantages import mix_advantages, trajectory_advantages, turn_advantages
 
 

@@ -1,4 +1,5 @@
 import pytest
+
 from turngrpo.rewards import answer_contains, answer_f1, answer_reward, normalize_answer
 from turngrpo.trainer.rollout import Trajectory
 

@@ -17,6 +17,7 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
 )
+
 from turngrpo.trainer.engines import TransformersEngine, common_prefix_length, noise_stream, nucleus, sample_tokens
 from turngrpo.trainer.policy import Policy
 from turngrpo.trainer.rollout import NoiseKey, Request

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
 from turngrpo.trainer.exact_kl import exact_prefix_kl, fused_logprobs_and_kl
 
 F64 = torch.float64

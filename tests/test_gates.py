@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from turngrpo.trainer.gates import GateDecision, answer_segments, parse_answer, parse_turn, turn_segments
 
 GOOD = "<think>t</think>\n<check>yes</check>\n<update>new memory</update>\n<next>continue</next>"

@@ -2,6 +2,7 @@ import math
 
 import pytest
 import torch
+
 from turngrpo.trainer.losses import clipped_surrogate, k3_kl, token_weights
 
 # ratio, A -> loss, gradient of the loss to the current log-probability (-ratio * A where not clipped).

@@ -2,15 +2,19 @@
 
 import doctest
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+
 import turngrpo.rewards.answers
 import turngrpo.rewards.gates
 from turngrpo.data_prep import load_corpus, write_corpus
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
+from turngrpo.trainer import TurnGRPOConfig
 from turngrpo.trainer.advantages import mix_advantages, trajectory_advantages, turn_advantages
 from turngrpo.trainer.gates import GateDecision
+from turngrpo.trainer.iteration import score_rollout
 from turngrpo.trainer.rollout import Trajectory, Turn
 
 
@@ -75,7 +79,21 @@ def test_a3_r_format_strict():
     parts = [score(f, worst, best_unparsed, answers=golds) for f in (answer_reward, exit_reward, format_reward)]
     assert parts == [[0.0, 1.0], [-0.75, 0.0], [1.0, 0.0]]
     assert [sum(values) for values in zip(*parts, strict=True)] == [0.25, 1.0]
-    # -- the trainer's part of strict format: below this line --
+    # Under strict format the trainer sets the second reward to 0, whichever functions are plugged in: the mean is then
+    # (0.25 + 0) / 2 = 0.125, and the parsed trajectory wins. Without it the unparsed one would win by 0.375.
+    for strict, rewards, advantages in ((True, [0.25, 0.0], [0.125, -0.125]), (False, [0.25, 1.0], [-0.375, 0.375])):
+        rollout = score_rollout(
+            [replace(t, turns=[turn(1, check=True)]) for t in (worst, best_unparsed)],
+            iteration=0,
+            rewards_per_func=torch.tensor(parts).T,
+            reward_weights=torch.ones(3),
+            turn_rewards_per_func=torch.tensor([[1.0], [-1.0]]),
+            config=TurnGRPOConfig("out", alpha=1.0, scale_rewards="none", use_cpu=True, bf16=False),
+            strict_format=strict,
+        )
+        assert rollout.rewards.tolist() == rewards
+        assert rollout.advantages.tolist() == advantages
+        assert rollout.turn_rewards_per_func.tolist() == [[1.0], [-1.0]]  # turn rewards stay
 
 
 def test_a4_traj_baseline():

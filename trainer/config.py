@@ -6,7 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-LOSS_TYPES = ("grpo", "group", "dapo")
+from .losses import LOSS_TYPES
 
 # Inherited options that a workflow does not honour, with the reason; anything but the default raises by name.
 REFUSED: dict[str, str] = {

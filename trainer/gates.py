@@ -1,12 +1,14 @@
 """The text protocol of the gates: prompt segments in both layouts, and the strict parser of one turn."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 INITIAL_MEMORY = "No memory yet."
 
 # A gate tag or a control token (`<|im_start|>`, `<|unknown_token:7|>`) may never stand inside free text.
-_TAG = re.compile(r"</?(?:think|check|update|next)>|<\|[^|<>\s]*\|>")
+_CONTROL = re.compile(r"<\|[^|<>\s]*\|>")
+_TAG = re.compile(r"</?(?:think|check|update|next)>")
 _TURN = re.compile(
     r"\s*(?:<think>(?P<think>.*?)</think>\s*)?"
     r"<check>\s*(?P<check>yes|no)\s*</check>\s*"
@@ -40,17 +42,23 @@ class GateDecision:
     exit: bool
 
 
-def parse_turn(text: str, finish_reason: str) -> GateDecision | None:
+def _clean(text: str, control_tokens: Collection[str]) -> bool:
+    return not (_CONTROL.search(text) or any(token in text for token in control_tokens))
+
+
+def parse_turn(text: str, finish_reason: str, control_tokens: Collection[str] = ()) -> GateDecision | None:
     """Return the gates of one completion, or None where it breaks the format in any way (GRU-Mem, section 3).
 
     `text` is the completion decoded with special tokens kept and only the final EOS dropped; `finish_reason` is "eos"
     or "length". The blocks stand once each and in order, `<think>` may be absent, nothing but white space stands
-    between them, no tag or control token stands inside think or update, and check=yes needs a candidate.
+    between them, no tag or control token (`<|...|>`, or one of `control_tokens`) stands inside think or update, and
+    check=yes needs a candidate.
     """
-    if finish_reason != "eos":
+    match = _TURN.fullmatch(text) if finish_reason == "eos" else None
+    if match is None:
         return None
-    match = _TURN.fullmatch(text)
-    if match is None or _TAG.search(match["think"] or "") or _TAG.search(match["update"]):
+    free_text = f"{match['think'] or ''}\n{match['update']}"
+    if _TAG.search(free_text) or not _clean(free_text, control_tokens):
         return None
     check, candidate = match["check"] == "yes", match["update"].strip()
     if check and not candidate:
@@ -58,13 +66,19 @@ def parse_turn(text: str, finish_reason: str) -> GateDecision | None:
     return GateDecision(check=check, candidate=candidate, exit=match["next"] == "end")
 
 
-def parse_answer(text: str, finish_reason: str) -> str | None:
-    """Return the content of the one `\\boxed{}` of an answer turn, or None (no EOS, none, several, or unbalanced)."""
-    if finish_reason != "eos" or text.count(_BOXED) != 1 or re.search(r"<\|[^|<>\s]*\|>", text):
+def parse_answer(text: str, finish_reason: str, control_tokens: Collection[str] = ()) -> str | None:
+    """Return the content of the one `\\boxed{}` of an answer turn; None without EOS, for none, several or a torn one.
+
+    A brace after a backslash is text; no control token may stand anywhere, as in `parse_turn`.
+    """
+    if finish_reason != "eos" or text.count(_BOXED) != 1 or not _clean(text, control_tokens):
         return None
     start = text.index(_BOXED) + len(_BOXED)
-    depth = 1
+    depth, escaped = 1, False
     for position in range(start, len(text)):
+        if escaped or text[position] == "\\":
+            escaped = not escaped
+            continue
         depth += {"{": 1, "}": -1}.get(text[position], 0)
         if depth == 0:
             return text[start:position].strip()

@@ -1,5 +1,6 @@
 """Turns and trajectories, and the loop that drives a workflow with an engine until every trajectory has ended."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -81,19 +82,13 @@ def decode_completion(tokenizer: Any, ids: Sequence[int], finish_reason: str) ->
     Fast tokenizers drop unknown ids without a word; here each becomes `<|unknown_token:ID|>`, which no parser accepts.
     """
     ids = list(ids[:-1] if finish_reason == "eos" else ids)
-    known = [tokenizer.convert_ids_to_tokens(token) is not None if token < len(tokenizer) else False for token in ids]
-    parts: list[str] = []
-    start = 0
-    for position, is_known in enumerate([*known, False]):
+    parts = []
+    for is_known, run in itertools.groupby(ids, lambda token: tokenizer.convert_ids_to_tokens(token) is not None):
         if is_known:
-            continue
-        if position > start:
-            parts.append(
-                tokenizer.decode(ids[start:position], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            )
-        if position < len(ids):
-            parts.append(f"<|unknown_token:{ids[position]}|>")
-        start = position + 1
+            text = tokenizer.decode(list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            parts.append(text)
+        else:
+            parts.extend(f"<|unknown_token:{token}|>" for token in run)
     return "".join(parts)
 
 
@@ -143,7 +138,7 @@ def collect(
                 finish_reason=completion.finish_reason,
                 text=decode_completion(tokenizer, completion.ids, completion.finish_reason),
             )
-            trajectory.prompt = messages(states[i]) if messages else tokenizer.decode(turn.prompt_ids)
+            trajectory.prompt = messages(states[i]) if messages else None
             trajectory.turns.append(turn)
             if workflow.advance(states[i], turn):
                 goes_on.append(i)
@@ -151,6 +146,8 @@ def collect(
     for trajectory, state in zip(trajectories, states, strict=True):
         for name in ("memory", "exit_step", "last_evidence", "parsed", "answer", "memory_tokens"):
             setattr(trajectory, name, getattr(state, name, getattr(trajectory, name)))
+        if trajectory.prompt is None:
+            trajectory.prompt = tokenizer.decode(trajectory.turns[-1].prompt_ids)
     return trajectories
 
 

@@ -49,6 +49,9 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None):
         self.tokenizer = tokenizer
+        self.control_tokens = frozenset(
+            str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token).strip()
+        )
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
         if not self.has_template:
             self.head, self.tail = tokenizer("")["input_ids"], []
@@ -139,7 +142,7 @@ class _Reading:
 
     question: str
     chunks: list[dict[str, Any]]
-    last_evidence: int
+    last_evidence: int | None  # T*, None where a chunk has no label
     memory: str = INITIAL_MEMORY
     memory_tokens: int = 0
     chunk: int = 0
@@ -171,8 +174,10 @@ class _MemoryAgent:
             raise ValueError(f"{type(self).__name__} reads question, answers and chunks; missing {missing}")
         if not row["chunks"]:
             raise ValueError(f"row {row.get('id')!r} has no chunks, expected at least one")
-        evidence = [k for k, chunk in enumerate(row["chunks"], start=1) if chunk.get("evidence")]
-        reading = _Reading(row["question"], row["chunks"], evidence[-1] if evidence else len(row["chunks"]))
+        labels = [chunk.get("evidence") for chunk in row["chunks"]]
+        evidence = [k for k, label in enumerate(labels, start=1) if label]
+        last_evidence = evidence[-1] if evidence else len(labels)
+        reading = _Reading(row["question"], row["chunks"], None if None in labels else last_evidence)
         reading.memory_tokens = len(self.chat.encode_text(INITIAL_MEMORY))
         return reading
 
@@ -207,7 +212,7 @@ class _MemoryAgent:
     def advance(self, state: _Reading, turn: Turn) -> bool:
         if state.answering:
             turn.step = None
-            state.answer = parse_answer(turn.text, turn.finish_reason)
+            state.answer = parse_answer(turn.text, turn.finish_reason, self.chat.control_tokens)
             state.parsed &= state.answer is not None
             return False
         turn.evidence = state.chunks[state.chunk].get("evidence")
@@ -244,7 +249,7 @@ class GatedMemory(_MemoryAgent):
         super().__init__(layout, strict_format, exit_gate, instruction)
 
     def decide(self, turn: Turn) -> GateDecision | None:
-        return parse_turn(turn.text, turn.finish_reason)
+        return parse_turn(turn.text, turn.finish_reason, self.chat.control_tokens)
 
 
 class MemAgent(_MemoryAgent):

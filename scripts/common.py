@@ -1,0 +1,126 @@
+"""What the scripts share: workflows by name, reward functions by name, corpora, models, and set-up errors."""
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from trl import ModelConfig
+from turngrpo import rewards
+from turngrpo.data_prep import load_corpus
+from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn, TurnGRPOConfig
+
+WORKFLOWS = ("gated", "memagent", "single_turn")
+TURN_REWARDS = ("update_reward",)
+TRAJECTORY_REWARDS = tuple(n for n in rewards.__all__ if n not in (*TURN_REWARDS, "normalize_answer"))
+
+
+def make_workflow(name: str, layout: str | None = None, instruction: str | None = None, **options: Any) -> Any:
+    """Return the workflow of a short name; `layout` None is the workflow's own. Raises ValueError for another name."""
+    if name == "single_turn":
+        if layout or instruction:
+            raise ValueError("--layout and --instruction belong to the workflows gated and memagent")
+        return SingleTurn()
+    if name not in WORKFLOWS:
+        raise ValueError(f"--workflow is {name!r}: expected one of {', '.join(WORKFLOWS)}")
+    given = options | {"instruction": instruction} | ({"layout": layout} if layout else {})
+    return GatedMemory(**given) if name == "gated" else MemAgent(**given)
+
+
+def find_rewards(names: Sequence[str] | None, known: Sequence[str], option: str) -> list[Callable[..., Any]]:
+    """Return reward functions by short name (`known` ones) or dotted path, the current directory importable.
+
+    Raises ValueError that lists what exists for a name that leads nowhere.
+    """
+    found: list[Callable[..., Any]] = []
+    for name in names or []:
+        if name in known:
+            found.append(getattr(rewards, name))
+            continue
+        module_name, _, function = name.rpartition(".")
+        expected = f"expected {', '.join(known)}, or a dotted path as in my_module.my_reward"
+        if not module_name:
+            raise ValueError(f"{option} is {name!r}: {expected}")
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        try:
+            value = getattr(importlib.import_module(module_name), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{option} is {name!r}, which cannot be imported ({error}): {expected}") from error
+        if not callable(value):
+            raise ValueError(f"{option} is {name!r}, a {type(value).__name__}: expected a function")
+        found.append(value)
+    return found
+
+
+def read_corpus(path: str, fraction: float, seed: int, tokenizer: Any, chunk_size: int) -> Any:
+    """Load a corpus split by project; ValueError where there is no such file."""
+    if not Path(path).is_file():
+        raise ValueError(f"--corpus is {path!r}: no such file; scripts/prepare_corpus.py makes one")
+    return load_corpus(path, fraction, seed, tokenizer, chunk_size)
+
+
+def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokenizerBase:
+    """Load a tokenizer with a pad token; ValueError where no model was named."""
+    if name is None:
+        raise ValueError("--model_name_or_path is missing: expected a model's folder or its name on the Hub")
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name!r} has no EOS token: no completion could end")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(options: ModelConfig) -> PreTrainedModel:
+    """Load the causal model in the dtype asked for (full precision by default), without an adapter."""
+    if options.load_in_4bit or options.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are not honoured: load the model in 16 or 32 bits")
+    name: Any = options.model_name_or_path
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=options.model_revision,
+        dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype or "float32"),
+        attn_implementation=options.attn_implementation,
+    )
+
+
+def empty_model(options: ModelConfig) -> PreTrainedModel:
+    """Return the model without its weights (on the meta device), for counting."""
+    config = AutoConfig.from_pretrained(options.model_name_or_path, revision=options.model_revision)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def evaluation_config(**values: Any) -> TurnGRPOConfig:
+    """Return a config that only evaluates: nothing is written, no training precision is asked for."""
+    fixed = {"output_dir": "unused", "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    return TurnGRPOConfig(**(fixed | values), use_cpu=not torch.cuda.is_available())
+
+
+def run_script(main: Callable[[], int]) -> None:
+    """Exit with main's status; a fault of the user's input (SetupError) is printed without a traceback, status 1."""
+    try:
+        sys.exit(main())
+    except SetupError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+class SetupError(Exception):
+    """Something the user gave is wrong; found before any training or sampling."""
+
+
+class setting_up:
+    """Context in which ValueError and OSError are the user's: they become SetupError."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, ValueError | OSError):
+            raise SetupError(str(error)) from error
