@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import ModelConfig
+
 from turngrpo import rewards
 from turngrpo.data_prep import load_corpus
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn, TurnGRPOConfig
@@ -91,15 +92,21 @@ def load_model(options: ModelConfig) -> PreTrainedModel:
 
 def empty_model(options: ModelConfig) -> PreTrainedModel:
     """Return the model without its weights (on the meta device), for counting."""
-    config = AutoConfig.from_pretrained(options.model_name_or_path, revision=options.model_revision)
+    name: Any = options.model_name_or_path
+    config = AutoConfig.from_pretrained(name, revision=options.model_revision)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def evaluation_config(**values: Any) -> TurnGRPOConfig:
     """Return a config that only evaluates: nothing is written, no training precision is asked for."""
-    fixed = {"output_dir": "unused", "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
-    return TurnGRPOConfig(**(fixed | values), use_cpu=not torch.cuda.is_available())
+    fixed: dict[str, Any] = {
+        "output_dir": "unused",
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+    }
+    return TurnGRPOConfig(**(fixed | values), report_to="none", use_cpu=not torch.cuda.is_available())
 
 
 def run_script(main: Callable[[], int]) -> None:

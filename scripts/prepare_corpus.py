@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
 from turngrpo.data_prep import build_code_corpus, build_needle_corpus, convert_memagent, write_corpus
 from turngrpo.data_prep.needle import KINDS
 

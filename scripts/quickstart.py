@@ -1,15 +1,13 @@
-"""The start of the quickstart: a needle corpus, a tiny Qwen2 model of its words, and a deliberately imperfect warm start.
+"""The start of the quickstart: a needle corpus and a tiny Qwen3 model with a deliberately imperfect warm start.
 
     python scripts/train.py                       # calls this, then trains, evaluates and exports (two CPU cores)
-    python scripts/quickstart.py --output_dir outputs/quickstart/start --seed 1
 
 Everything is made on the spot, nothing is downloaded.
 """
 
-import argparse
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +16,9 @@ import torch
 from common import make_workflow
 from sft import corpus_examples, fit
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import SFTConfig
+
 from turngrpo.data_prep import build_needle_corpus, load_corpus, write_corpus
 from turngrpo.data_prep.needle import ADJECTIVES, SHARED_KEYS, SHARED_NOUNS, VALUES, VERBS
 from turngrpo.trainer.gates import ANSWER_INSTRUCTION, INITIAL_MEMORY
@@ -29,7 +28,9 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TAGS = [f"<{slash}{name}>" for name in "think check update next question section memory".split() for slash in ("", "/")]
+TAGS = [
+    f"<{slash}{name}>" for name in "think check update next question section memory".split() for slash in ("", "/")
+]
 LEARNING_RATE = 5e-3
 MEMORY_TOKENS = 16
 VALIDATION_FRACTION = 0.2
@@ -50,7 +51,7 @@ class StartOptions:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word of the needle corpus, gate tag and prompt word; `<unk>` for others."""
+    """Return a tokenizer with one token per word of the needle corpus, gate tag and prompt word, else `<unk>`."""
     words = "yes no continue end user assistant \\boxed{ } the code of is what ? .".split()
     words += [*VALUES, *ADJECTIVES, *VERBS, *SHARED_KEYS, *SHARED_NOUNS]
     words += f"{INSTRUCTION} {ANSWER_INSTRUCTION} {INITIAL_MEMORY}".replace("\\boxed{}", "").split()
@@ -69,8 +70,11 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) -> Qwen2ForCausalLM:
-    """Return a randomly initialised Qwen2 model, a few hundred thousand parameters in float32."""
+def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) -> Qwen3ForCausalLM:
+    """Return a randomly initialised Qwen3 model, about 100,000 parameters in float32.
+
+    Of a folder that holds a Qwen2 model transformers would load Qwen2's own tokenizer, whatever is saved with it.
+    """
     torch.manual_seed(seed)
     config: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -79,6 +83,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) 
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
+        "head_dim": 32,
         "initializer_range": 0.1,  # as wide as one over the root of so few dimensions
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
@@ -86,7 +91,7 @@ def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) 
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    return Qwen2ForCausalLM(Qwen2Config(**(config | overrides)))
+    return Qwen3ForCausalLM(Qwen3Config(**(config | overrides)))
 
 
 def compare_keys(row: Mapping[str, Any], chunk: Mapping[str, Any]) -> str:
@@ -140,7 +145,9 @@ def prepare(folder: Path, seed: int = 0, options: StartOptions | None = None) ->
     for updates, noise, learning_rate in stages:
         if updates:
             examples, names = corpus_examples(train, workflow, noise, seed, think=compare_keys)
-            fit(model, tokenizer, examples, names, sft_config(folder, updates, learning_rate, options.batch_size, seed))
+            fit(
+                model, tokenizer, examples, names, sft_config(folder, updates, learning_rate, options.batch_size, seed)
+            )
     model.save_pretrained(model_folder)
     tokenizer.save_pretrained(model_folder)
     return model_folder, corpus

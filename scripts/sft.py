@@ -22,6 +22,7 @@ from common import load_model, load_tokenizer, make_workflow, read_corpus, run_s
 from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+
 from turngrpo.data_prep import gold_turns
 from turngrpo.data_prep.gold import relevant_text
 from turngrpo.trainer import SingleTurn, Turn
@@ -83,8 +84,9 @@ def row_examples(
     gold, gated = gold_turns(row), hasattr(workflow, "exit_gate") and workflow.exit_gate
     state, examples = workflow.start(row), []
     for step, chunk in enumerate(row["chunks"], start=1):
-        turn = gold[step - 1] if step <= len(gold) else {"check": False, "candidate": "", "exit": True}
-        decision = GateDecision(turn["check"], turn["candidate"], turn["exit"])
+        decision = GateDecision(check=False, candidate="", exit=True)
+        if step <= len(gold):
+            decision = GateDecision(gold[step - 1]["check"], gold[step - 1]["candidate"], gold[step - 1]["exit"])
         target = noisy_gates(decision, row, chunk, gate_noise, generator)
         read_on = GateDecision(decision.check, decision.candidate, exit=False)
         text, followed = gated_reply(target, think(row, chunk) if think else ""), gated_reply(read_on)
@@ -175,7 +177,7 @@ def fit(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
-    parser = TrlParser((SftArguments, SFTConfig, ModelConfig))
+    parser = TrlParser([SftArguments, SFTConfig, ModelConfig])  # type: ignore[list-item]
     options, config, model_options = parser.parse_args_and_config(arguments)
     with setting_up():
         if (options.corpus is None) == (options.targets is None):

@@ -124,9 +124,9 @@ def warm_start(seed, verbose=False):
         print("data", time.time() - t0, len(pool[0]), max(len(p) + len(c) for p, c in pool[1]))
     model = tiny_model(len(tokenizer), seed=seed, **MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, betas=(0.9, 0.99), weight_decay=0.0)
-    clean = int(SFT_STEPS * 0.6)
+    clean = int(SFT_STEPS * E("CLEAN", 0.35))
     for step in range(SFT_STEPS):
-        lr = SFT_LR * min(1, (step + 1) / 50) * max(0.05, 1 - step / SFT_STEPS)
+        lr = SFT_LR * min(1, (step + 1) / 50) * max(0.02, 1 - step / SFT_STEPS)
         for g in optimizer.param_groups:
             g["lr"] = lr
         batch = rng.sample(pool[step >= clean], SFT_BATCH)
@@ -164,6 +164,10 @@ def run(seed, model, tokenizer, alpha, turn_reward=update_reward, train=True):
     trainer.remove_callback(PrinterCallback)
     if train:
         trainer.train()
+        if os.environ.get("HIST"):
+            for h in trainer.state.log_history:
+                if "update_accuracy/evidence" in h:
+                    print("   ", h["step"], *[round(h[k], 2) for k in ("update_accuracy/evidence_free", "update_accuracy/evidence", "answer/accuracy", "format/parsed", "clip/active", "grad_norm")])
     m = trainer.evaluate()
     keys = ["update_accuracy/evidence_free", "update_accuracy/evidence", "answer/accuracy", "format/parsed", "exit/exact", "exit/early", "turns/mean"]
     return {k: round(m["eval_" + k], 3) for k in keys}, trainer
@@ -173,7 +177,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed in map(int, sys.argv[1].split(",")):
         t0 = time.time()
-        model, tok = warm_start(seed, verbose=len(sys.argv) > 2)
+        cache = f"/tmp/warm_{os.environ.get('TAG','x')}_{seed}.pt"
+        if os.path.exists(cache):
+            model, tok = torch.load(cache, weights_only=False), make_tokenizer()
+        else:
+            model, tok = warm_start(seed, verbose=len(sys.argv) > 2)
+            torch.save(model, cache)
         print("seed", seed, "warm", round(time.time() - t0, 1), flush=True)
         arms = [("start", 1.0, update_reward, False)]
         if "warm" not in sys.argv:

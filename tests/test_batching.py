@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from turngrpo.trainer.batching import collate_turns, plan_microbatches
 from turngrpo.trainer.rollout import Turn
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from turngrpo.trainer.config import TurnGRPOConfig
 from turngrpo.trainer.iteration import (
     call_turn_rewards,
@@ -61,9 +62,7 @@ def test_score_by_hand(config):
 
 
 def test_batch_baseline_compares_the_same_step_of_every_group(config, tmp_path):
-    batch = TurnGRPOConfig(
-        str(tmp_path), report_to="none", bf16=False, use_cpu=True, alpha=0.0, turn_baseline="batch"
-    )
+    batch = TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True, alpha=0.0, turn_baseline="batch")
     trajectories = [reading(0, 0, [1, 1]), reading(0, 1, [1, 1, 1]), reading(1, 0, [1, 1]), reading(1, 1, [1, 1])]
     turn_rewards = [1.0, NAN, 1.0, 1.0, NAN, -1.0, NAN, -1.0, NAN]
     # Step 1 over all: 1, 1, -1, -1, mean 0. Within their groups all are equal: 0.
@@ -73,7 +72,9 @@ def test_batch_baseline_compares_the_same_step_of_every_group(config, tmp_path):
 
 
 def test_scaling_by_the_group(tmp_path):
-    scaled = TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True, scale_rewards="group", alpha=1.0)
+    scaled = TurnGRPOConfig(
+        str(tmp_path), report_to="none", bf16=False, use_cpu=True, scale_rewards="group", alpha=1.0
+    )
     trajectories = [reading(0, m, [1], answer=False) for m in range(4)]
     # Population std of 1, 0, 1, 0 is 0.5, so 0.5 / 0.5; with the sample std 0.577 it would be 0.866.
     advantages = score(trajectories, [[1.0], [0.0], [1.0], [0.0]], [NAN] * 4, scaled).advantages.tolist()

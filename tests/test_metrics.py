@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from turngrpo.trainer.config import TurnGRPOConfig
 from turngrpo.trainer.gates import GateDecision
 from turngrpo.trainer.iteration import score_rollout

@@ -17,6 +17,7 @@ from transformers import (
     ModernBertDecoderConfig,
     PhiConfig,
 )
+
 from turngrpo.trainer.batching import collate_turns
 from turngrpo.trainer.policy import Policy, evaluating, zero_dropout
 from turngrpo.trainer.rollout import Turn

@@ -1,0 +1,125 @@
+"""What a run shows and keeps: one line per update, metrics.jsonl, curves.png, and the table of policies."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback
+
+from turngrpo.trainer.evaluation import Evaluation
+
+COLUMNS = {
+    "reward": "reward",
+    "update_accuracy/balanced": "balanced",
+    "update_accuracy/evidence": "evidence",
+    "update_accuracy/evidence_free": "free",
+    "exit/exact": "exact exit",
+    "answer/accuracy": "answer",
+    "format/parsed": "parsed",
+    "turns/mean": "turns",
+}
+CURVES = (*list(COLUMNS)[:6], "kl")
+
+
+WIDTH = 130  # where the output is no terminal
+
+
+def make_console() -> Console:
+    """Return a console that leaves tables whole in a log file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+class RunLog(TrainerCallback):
+    """Writes every log to metrics.jsonl as it comes and prints one line per update."""
+
+    def __init__(self, path: Path, console: Console):
+        self.path, self.console = path, console
+        self.history: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        record = {"update": state.global_step, **logs}
+        self.history.append(record)
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(record, default=float) + "\n")
+        shown = [f"{text} {logs[name]:.3f}" for name, text in COLUMNS.items() if name in logs]
+        shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
+        if shown:
+            self.console.print(f"update {state.global_step}/{state.max_steps}  {'  '.join(shown)}", highlight=False)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON, all of it or nothing; NaN is refused."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw reward, gates, answers and KL over the updates; nothing where nothing was logged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = {name: [(log["update"], log[name]) for log in history if name in log] for name in CURVES}
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.2 * len(curves), 2.8), squeeze=False)
+    for axis, (name, points) in zip(axes[0], curves.items(), strict=True):
+        axis.plot(*zip(*points, strict=True))
+        axis.set(title=COLUMNS.get(name, name), xlabel="update")
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def policies_table(policies: Mapping[str, Evaluation], title: str) -> Table:
+    """Return one line per policy: the main metrics with half the width of their 95% intervals."""
+    table = Table("policy", title=title)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right")
+    for label, evaluation in policies.items():
+        table.add_row(label, *(cell(evaluation, name) for name in COLUMNS))
+    return table
+
+
+def cell(evaluation: Evaluation, name: str) -> str:
+    """Return a metric as "0.812 ±0.020", or nothing where it was not observed."""
+    if name not in evaluation.metrics:
+        return ""
+    value = f"{evaluation.metrics[name]:.3f}"
+    if name not in evaluation.intervals:
+        return value
+    low, high = evaluation.intervals[name]
+    return f"{value} ±{(high - low) / 2:.3f}"
+
+
+def metrics_table(evaluations: Mapping[str, Evaluation], differences: Mapping[str, Any] | None = None) -> Table:
+    """Return one line per metric with its 95% interval, a column per policy, and the paired difference if given."""
+    table = Table("metric")
+    for label in evaluations:
+        table.add_column(label, justify="right")
+    if differences is not None:
+        table.add_column("difference", justify="right")
+    for name in sorted({name for evaluation in evaluations.values() for name in evaluation.metrics}):
+        cells = []
+        for evaluation in evaluations.values():
+            bounds = evaluation.intervals.get(name)
+            value = f"{evaluation.metrics[name]:.4g}" if name in evaluation.metrics else ""
+            cells.append(value if bounds is None else f"{value} [{bounds[0]:.4g}, {bounds[1]:.4g}]")
+        if differences is not None:
+            found = differences.get(name)
+            bounds = found["interval"] if found else (0.0, 0.0)
+            cells.append(f"{found['difference']:+.4g} [{bounds[0]:+.4g}, {bounds[1]:+.4g}]" if found else "")
+        table.add_row(name, *cells)
+    return table

@@ -1,0 +1,333 @@
+"""Train a gated memory agent with GRPO, evaluate it before and after, and export the adapter.
+
+    accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train.py
+    python scripts/train.py --config scripts/recipes/qwen2.5_3b.yaml --corpus code.jsonl --dry_run
+    python scripts/train.py --corpus code.jsonl --model_name_or_path Qwen/Qwen2.5-3B-Instruct --use_peft \
+        --reward_funcs answer_reward exit_reward format_reward --turn_reward_funcs update_reward \
+        --output_dir outputs/run --per_device_train_batch_size 8 --loss_type group
+    python scripts/train.py --workflow single_turn --dataset_name my/dataset --reward_funcs my_module.my_reward ...
+
+Without arguments it runs scripts/recipes/quickstart.yaml: corpus, tiny model, warm start and training within minutes
+on two CPU cores. The output directory gets summary.json, metrics.jsonl, curves.png, the checkpoints and, under LoRA,
+adapters/<name>/v0001.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from common import (
+    TRAJECTORY_REWARDS,
+    TURN_REWARDS,
+    empty_model,
+    find_rewards,
+    load_model,
+    load_tokenizer,
+    make_workflow,
+    read_corpus,
+    run_script,
+    setting_up,
+)
+from datasets import load_dataset
+from peft import get_peft_model
+from reporting import RunLog, make_console, policies_table, write_curves, write_json
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback, ProgressCallback
+from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+
+from turngrpo.data_prep import corpus_digest, read_manifest
+from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
+from turngrpo.trainer.adapters import export_adapter
+from turngrpo.trainer.checks import check_rows
+from turngrpo.trainer.evaluation import TRIVIAL_GATES, Evaluation, ForcedGates, evaluate_policy
+
+QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    """What to read, how, and what is rewarded; the dataset options of trl serve the workflow single_turn."""
+
+    corpus: str | None = _option(None, "Corpus file (JSON Lines with a manifest line).")
+    validation_fraction: float = _option(0.1, "Share of the projects that are held out for validation.")
+    split_seed: int = _option(0, "Seed of the split by project.")
+    workflow: str = _option("gated", "gated, memagent or single_turn.")
+    layout: str | None = _option(None, "chunk_first or memory_first; the workflow's own when left out.")
+    instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    reward_funcs: list[str] | None = _option(None, "Trajectory rewards by short name or dotted path.")
+    turn_reward_funcs: list[str] | None = _option(None, "Turn rewards by short name or dotted path.")
+    validation_rows: int | None = _option(None, "Evaluate on the first so many validation rows; all when left out.")
+    validation_members: int = _option(1, "Readings of every validation row, >= 1.")
+    adapter_name: str | None = _option(None, "Name of the exported adapter; the output directory's when left out.")
+    quickstart: bool = _option(False, "Make the needle corpus and the tiny warm-started model first.")
+    dry_run: bool = _option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
+
+
+@dataclass
+class Run:
+    """Everything a run needs, checked."""
+
+    options: TrainArguments
+    config: TurnGRPOConfig
+    model_options: ModelConfig
+    rewards: list[Callable[..., Any]]
+    turn_rewards: list[Callable[..., Any]]
+    workflow: Any
+    tokenizer: Any
+    train: Any
+    validation: Any  # None: no evaluation
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, stage: str, action: Callable[[], Any]) -> Any:
+        """Announce a stage, run it, and keep its seconds."""
+        self.console.rule(stage)
+        started = time.perf_counter()
+        result = action()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        return result
+
+
+def check_output(config: TurnGRPOConfig) -> None:
+    """Raise ValueError where the run would write over what another one left."""
+    folder = Path(config.output_dir or "")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir is {str(folder)!r}, which is a file: expected a folder, or a new name")
+    if folder.is_dir() and any(folder.iterdir()) and not config.resume_from_checkpoint:
+        raise ValueError(
+            f"--output_dir {str(folder)!r} is not empty and its results would be overwritten: choose another "
+            "--output_dir, remove it, or continue it with --resume_from_checkpoint"
+        )
+
+
+def prepare(
+    options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
+) -> Run:
+    """Check everything that can be checked before a model is loaded; `folder` takes the quickstart's start."""
+    rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
+    turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
+    if not rewards:
+        raise ValueError(f"--reward_funcs is missing: expected {', '.join(TRAJECTORY_REWARDS)}, or a dotted path")
+    if options.validation_members < 1:
+        raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
+    workflow = make_workflow(options.workflow, options.layout, options.instruction)
+    config.check_workflow_options()
+    seconds: dict[str, float] = {}
+    if options.quickstart:
+        started = time.perf_counter()
+        quickstart(options, config, model_options, console, folder)
+        seconds["warm start"] = time.perf_counter() - started
+    tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
+    train, validation = read_rows(options, config, tokenizer)
+    workflow.bind(tokenizer, config)
+    run = Run(
+        options, config, model_options, rewards, turn_rewards, workflow, tokenizer, train, validation, console, seconds
+    )
+    model = empty_model(model_options)
+    for name, rows in (("train", train), ("validation", validation)):
+        check_rows(workflow, rows, name, config, model)
+    return run
+
+
+def quickstart(
+    options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
+) -> None:
+    """Make corpus and warm-started model and put their names into the options."""
+    from quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions, prepare
+
+    console.rule("corpus, tiny model, warm start")
+    size = StartOptions(reading_updates=0, spoiling_updates=0) if options.dry_run else StartOptions()
+    model, corpus = prepare(folder, config.seed, size)
+    options.corpus, model_options.model_name_or_path = str(corpus), str(model)
+    options.instruction = options.instruction or INSTRUCTION
+    options.validation_fraction, options.split_seed = VALIDATION_FRACTION, config.seed
+
+
+def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """Return training rows, and the rows to evaluate on or None."""
+    if options.workflow == "single_turn":
+        if options.dataset_name is None or options.corpus is not None:
+            raise ValueError("--workflow single_turn reads --dataset_name and no --corpus")
+        data = load_dataset(options.dataset_name, options.dataset_config)
+        train, validation = data[options.dataset_train_split], data.get(options.dataset_test_split)
+    else:
+        if options.corpus is None or options.dataset_name is not None:
+            raise ValueError(f"--workflow {options.workflow} reads --corpus and no --dataset_name")
+        data = read_corpus(
+            options.corpus, options.validation_fraction, options.split_seed, tokenizer, config.chunk_size
+        )
+        train, validation = data["train"], data["validation"]
+    if validation is not None and options.validation_rows is not None:
+        validation = validation.select(range(min(options.validation_rows, len(validation))))
+    return train, validation
+
+
+def memory_estimate(run: Run) -> Table:
+    """Return a table of rough gigabytes: weights, trained parameters with AdamW, activations, and KV cache."""
+    model = empty_model(run.model_options)
+    shape = model.config.get_text_config()
+    width = 4 if run.model_options.dtype in (None, "float32", "auto") else 2
+    peft_config = get_peft_config(run.model_options)
+    total = sum(p.numel() for p in model.parameters())
+    trained = total
+    if peft_config is not None:
+        trained = get_peft_model(model, peft_config).get_nb_trainable_parameters()[0]
+    tokens, layers, hidden = run.config.max_tokens_per_microbatch, shape.num_hidden_layers, shape.hidden_size
+    # About 16 hidden-sized tensors of a layer are kept for backward, one with checkpointing (and one layer at work).
+    kept = layers + 16 if run.config.gradient_checkpointing else 16 * layers
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head_size = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
+    parts = {
+        f"weights ({total:,} parameters)": total * width,
+        f"trained ({trained:,}) with gradient and AdamW": trained * (16 if peft_config else 12 + width),
+        f"activations of {tokens:,} tokens": tokens * hidden * width * kept,
+        f"KV cache of {run.config.rollout_batch_tokens:,} tokens": (
+            2 * layers * heads * head_size * width * run.config.rollout_batch_tokens
+        ),
+    }
+    table = Table("memory, estimated", title=str(run.model_options.model_name_or_path))
+    table.add_column("GB", justify="right")
+    for name, size in (parts | {"together": sum(parts.values())}).items():
+        table.add_row(name, f"{size / 1e9:.3f}")
+    return table
+
+
+def dry_run(run: Run) -> None:
+    """Print what a run would read and need."""
+    longest = max(run.workflow.max_prompt_tokens(row) for row in run.train)
+    config = run.config
+    per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    table = Table("checked", "found")
+    rows = "none" if run.validation is None else f"{len(run.validation)}"
+    table.add_row("rows", f"{len(run.train)} train, {rows} validation")
+    table.add_row("longest prompt", f"up to {longest} tokens (limit {config.max_prompt_length})")
+    table.add_row("an update", f"{per_update} trajectories in groups of {config.num_generations}")
+    table.add_row("rewards", ", ".join(f.__name__ for f in [*run.rewards, *run.turn_rewards]))
+    run.console.print(table)
+    run.console.print(memory_estimate(run))
+    run.console.print("dry run: nothing was trained or written")
+
+
+def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evaluation:
+    """Evaluate the trainer's model on the validation rows, on the same noise every time."""
+    return evaluate_policy(
+        trainer.model,
+        run.tokenizer,
+        workflow or run.workflow,
+        list(run.validation),
+        run.config,
+        run.rewards,
+        run.turn_rewards,
+        members=run.options.validation_members,
+        label=label,
+        reference=trainer.reference if workflow is None else None,
+        autocast=trainer.accelerator.autocast,
+    )
+
+
+def trivial_policies(run: Run, trainer: Any) -> dict[str, Evaluation]:
+    """Evaluate the trained model with forced gates."""
+    given = {"layout": run.workflow.layout, "instruction": run.workflow.instruction}
+    return {name: evaluate(run, trainer, name, ForcedGates(**gates, **given)) for name, gates in TRIVIAL_GATES.items()}
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Evaluate, train, evaluate, export; returns the summary."""
+    folder = Path(run.config.output_dir or "")
+    folder.mkdir(parents=True, exist_ok=True)
+    model = run.timed("loading", lambda: load_model(run.model_options))
+    trainer = TurnGRPOTrainer(
+        model=model,
+        reward_funcs=run.rewards,
+        args=run.config,
+        train_dataset=run.train,
+        eval_dataset=run.validation if run.config.eval_strategy != "no" else None,
+        processing_class=run.tokenizer,
+        peft_config=get_peft_config(run.model_options),
+        workflow=run.workflow,
+        turn_reward_funcs=run.turn_rewards or None,
+    )
+    log = RunLog(folder / "metrics.jsonl", run.console)
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(log)
+    policies: dict[str, Evaluation] = {}
+    if run.validation is not None:
+        policies["before"] = run.timed("evaluation before", lambda: evaluate(run, trainer, "before"))
+    run.timed("training", lambda: trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint))
+    if run.validation is not None:
+        policies["after"] = run.timed("evaluation after", lambda: evaluate(run, trainer, "after"))
+        if run.options.workflow == "gated":
+            policies |= run.timed("trivial policies", lambda: trivial_policies(run, trainer))
+    write_curves(log.history, folder / "curves.png")
+    adapter = run.timed("export", lambda: export(run, trainer, policies, folder))
+    if policies:
+        run.console.print(policies_table(policies, f"{len(run.validation)} validation rows, 95% intervals"))
+    return {
+        "before": policies["before"].metrics if policies else None,
+        "after": policies["after"].metrics if policies else None,
+        "policies": {name: evaluation.summary() for name, evaluation in policies.items()},
+        "adapter": str(adapter) if adapter else None,
+    }
+
+
+def export(run: Run, trainer: Any, policies: dict[str, Evaluation], folder: Path) -> Path | None:
+    """Export the adapter; a fully trained model is saved under model/ instead."""
+    if get_peft_config(run.model_options) is None:
+        trainer.model.save_pretrained(folder / "model")
+        run.tokenizer.save_pretrained(folder / "model")
+        return None
+    corpus = None
+    if run.options.corpus is not None:
+        corpus = read_manifest(run.options.corpus) | {"digest": corpus_digest(run.options.corpus)}
+    config = {"script": asdict(run.options), "model": asdict(run.model_options), "trainer": run.config.to_dict()}
+    metrics = {name: policies[name].metrics if policies else None for name in ("before", "after")}
+    name = run.options.adapter_name or folder.resolve().name
+    return export_adapter(
+        trainer.model, run.tokenizer, folder / "adapters" / name, corpus=corpus, config=config, **metrics
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, check, then train or stop after the checks."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--config", str(QUICKSTART)]
+    parser = TrlParser([TrainArguments, TurnGRPOConfig, ModelConfig])  # type: ignore[list-item]
+    console, started = make_console(), time.perf_counter()
+    with setting_up():
+        options, config, model_options = parser.parse_args_and_config(given)
+        if options.dry_run:
+            with TemporaryDirectory() as folder:
+                dry_run(prepare(options, config, model_options, console, Path(folder)))
+            return 0
+        check_output(config)
+        run = prepare(options, config, model_options, console, Path(config.output_dir or "") / "start")
+    summary = train(run)
+    run.seconds["total"] = time.perf_counter() - started
+    summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
+    path = Path(run.config.output_dir or "") / "summary.json"
+    write_json(path, finite(summary))
+    console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
+    return 0
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities by None, in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,345 @@
+"""What is refused before training: arguments, options, models and rows, each by name."""
+
+import warnings
+from dataclasses import fields
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from tiny import tiny_model, word_tokenizer
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from trl import GRPOConfig
+
+from turngrpo.trainer import GatedMemory, SingleTurn, TurnGRPOConfig
+from turngrpo.trainer.checks import check_arguments, check_model, check_rows
+from turngrpo.trainer.config import REFUSED
+
+# ---- options ----
+
+# What a workflow does honour of the fields that TRL defines. A field that a new TRL brings stands in neither list.
+HONOURED = {
+    # the training loop, the model, the data
+    "learning_rate",
+    "lr_scheduler_kwargs",
+    "bf16",
+    "gradient_checkpointing",
+    "torch_empty_cache_steps",
+    "logging_steps",
+    "model_init_kwargs",
+    "trust_remote_code",
+    "router_aux_loss_coef",  # refused by check_model where it would act
+    "disable_dropout",  # always done
+    "cast_lm_head_to_fp32",
+    "ds3_gather_for_generation",  # of several processes, which are refused
+    "shuffle_dataset",
+    # rollouts
+    "num_generations",
+    "num_generations_eval",
+    "max_completion_length",
+    "generation_batch_size",
+    "steps_per_generation",
+    "temperature",
+    "chat_template_kwargs",
+    # the objective
+    "beta",
+    "num_iterations",
+    "epsilon",
+    "epsilon_high",
+    "reward_weights",
+    "scale_rewards",
+    "loss_type",
+    "use_bias_correction_kl",  # of kl="k3"; the exact KL needs no correction
+    # logs
+    "log_completions",
+    "log_multimodal",  # of images, which a workflow has none of
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "log_completions_hub_repo",
+}
+
+# A value that a user might set, for every refused field; the default of each is another.
+SET_TO = {
+    "use_vllm": True,
+    "use_transformers_continuous_batching": True,
+    "transformers_continuous_batching_config": {"max_batch_tokens": 512},
+    "use_transformers_paged": True,
+    "cache_implementation": "static",
+    "generation_kwargs": {"do_sample": False},
+    "top_p": 0.9,
+    "top_k": 50,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "pad_to_multiple_of": 8,
+    "delta": 2.0,
+    "importance_sampling_level": "sequence",
+    "multi_objective_aggregation": "normalize_then_sum",
+    "mask_truncated_completions": True,
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 0.9,
+    "ref_model_sync_steps": 64,
+    "top_entropy_quantile": 0.2,
+    "entropy_coef": 0.01,
+    "use_adaptive_entropy": True,
+    "entropy_coef_min": 0.1,
+    "entropy_coef_max": 0.5,
+    "entropy_coef_delta": 0.1,
+    "entropy_target": 0.5,
+    "max_tool_calling_iterations": 3,
+    "off_policy_mask_threshold": 0.5,
+    "sapo_temperature_neg": 2.0,
+    "sapo_temperature_pos": 2.0,
+    "vespo_k_pos": 1.0,
+    "vespo_lambda_pos": 1.0,
+    "vespo_k_neg": 1.0,
+    "vespo_lambda_neg": 1.0,
+    "remove_unused_columns": True,
+    "use_liger_kernel": True,
+    "liger_kernel_config": {"rope": True},
+    "torch_compile": True,
+    "neftune_noise_alpha": 5.0,
+    "label_smoothing_factor": 0.1,
+    "vllm_mode": "server",
+    "vllm_model_impl": "transformers",
+    "vllm_enable_sleep_mode": True,
+    "vllm_structured_outputs_regex": "[a-z]+",
+    "vllm_server_base_url": "http://localhost:8000",
+    "vllm_server_host": "localhost",
+    "vllm_server_port": 9000,
+    "vllm_server_timeout": 10.0,
+    "vllm_group_port": 51000,
+    "vllm_gpu_memory_utilization": 0.9,
+    "vllm_max_model_length": 4096,
+    "vllm_tensor_parallel_size": 2,
+    "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 2.0,
+    "vllm_importance_sampling_clip_min": 0.5,
+    "vllm_importance_sampling_cap": 2.0,
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    return TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True)
+
+
+def trl_fields():
+    """Names of the fields of GRPOConfig that a class of TRL declares, its own or another default of transformers'."""
+    classes = [k for k in GRPOConfig.__mro__ if k.__module__.startswith("trl.")]
+    declared = {name for k in classes for name in k.__dict__.get("__annotations__", {})}
+    return {f.name for f in fields(GRPOConfig)} & declared
+
+
+def test_every_field_of_trl_is_either_refused_or_honoured():
+    assert len(trl_fields()) > 80 and {"beta", "use_vllm", "learning_rate"} <= trl_fields()
+    assert trl_fields() - set(REFUSED) - HONOURED == set()  # decide what a workflow does with each
+    assert HONOURED - trl_fields() == set()  # gone from TRL: take it out of the list
+    assert HONOURED & set(REFUSED) == set()
+
+
+def test_refused_names_are_fields():
+    names = {f.name for f in fields(GRPOConfig)}
+    assert set(REFUSED) <= names and set(SET_TO) == set(REFUSED)
+    # Beyond TRL's own these of transformers are refused.
+    assert set(REFUSED) - trl_fields() == {
+        "liger_kernel_config",
+        "torch_compile",
+        "neftune_noise_alpha",
+        "label_smoothing_factor",
+    }
+    assert {f.name for f in fields(TrainingArguments)} >= set(REFUSED) - trl_fields()
+
+
+def test_defaults_and_paper_values_are_honoured(config, tmp_path):
+    config.check_workflow_options()
+    TurnGRPOConfig.paper(output_dir=str(tmp_path), report_to="none", bf16=False, use_cpu=True).check_workflow_options()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_inherited_option_that_is_not_honoured_is_refused_by_name(name, config):
+    assert getattr(config, name) != SET_TO[name]
+    setattr(config, name, SET_TO[name])
+    with pytest.raises(ValueError) as caught:
+        config.check_workflow_options()
+    (line,) = str(caught.value).splitlines()  # this one and no other
+    assert line.startswith(f"{name}={SET_TO[name]!r} is not honoured under a workflow: {REFUSED[name]}; leave it ")
+
+
+@pytest.mark.parametrize("name", ["top_p", "use_vllm", "entropy_coef", "vllm_server_port", "pad_to_multiple_of"])
+def test_refused_also_as_given_to_the_config(name, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True, **{name: SET_TO[name]})
+    with pytest.raises(ValueError, match=f"^{name}="):
+        check_arguments({"model": None, "args": made})
+
+
+def test_all_faults_are_named_at_once(config):
+    config.top_k, config.delta, config.loss_type = 5, 3.0, "bnpo"
+    with pytest.raises(ValueError) as caught:
+        config.check_workflow_options()
+    assert [line.split("=")[0] for line in str(caught.value).splitlines()] == ["top_k", "delta", "loss_type"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"loss_type": "dr_grpo"}, "loss_type='dr_grpo' is not honoured under a workflow: use one of"),
+        ({"scale_rewards": "other"}, "scale_rewards='other'"),
+        ({"temperature": 0.0}, "temperature=0.0: training samples"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        (
+            {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+            "steps_per_generation=3 is not a multiple of gradient_accumulation_steps=2",
+        ),
+        (
+            {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 1, "num_generations": 2},
+            r"3 \* 1 is not a multiple of num_generations=2: an optimizer step would split a group",
+        ),
+    ],
+)
+def test_values_that_a_workflow_cannot_train(values, message, config):
+    for name, value in values.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=message):
+        config.check_workflow_options()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alpha", 1.1),
+        ("alpha", -0.1),
+        ("alpha", float("nan")),
+        ("turn_baseline", "step"),
+        ("kl", "k1"),
+        ("behavior_check", "last"),
+        ("behavior_tolerance", 0.0),
+        ("advantage_epsilon", 0.0),
+        ("eval_temperature", -1.0),
+        ("eval_temperature", float("inf")),
+        ("eval_top_p", 0.0),
+        ("eval_top_p", 1.1),
+        ("chunk_size", 0),
+        ("max_prompt_length", 2.5),
+        ("max_memory_tokens", -1),
+        ("max_tokens_per_microbatch", 0),
+        ("rollout_batch_tokens", 0),
+    ],
+)
+def test_fields_of_our_own_are_checked_by_name(name, value, tmp_path):
+    with pytest.raises(ValueError, match=rf"^{name} is .*, expected"):
+        TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True, **{name: value})
+
+
+# ---- arguments ----
+
+
+def test_arguments_of_the_trainer(config, tmp_path):
+    assert check_arguments({"model": None, "args": config}) is config
+    plain = GRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True)
+    with pytest.raises(ValueError, match="args is a GRPOConfig, but a workflow needs a TurnGRPOConfig"):
+        check_arguments({"model": None, "args": plain})
+    for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
+        with pytest.raises(ValueError, match=f"^{name} is not honoured under a workflow"):
+            check_arguments({"model": None, "args": config, name: [len]})
+        check_arguments({"model": None, "args": config, name: None})
+
+
+# ---- models ----
+
+
+def test_models_that_are_refused():
+    tokenizer, model = word_tokenizer(), tiny_model(40)
+    check_model(model, tokenizer, 0.1, False)
+    with pytest.raises(ValueError, match="a workflow needs a tokenizer, found SimpleNamespace"):
+        check_model(model, SimpleNamespace(), 0.1, False)
+    with pytest.raises(ValueError, match="router_aux_loss_coef is not honoured"):
+        check_model(model, tokenizer, 0.1, True)
+    with pytest.raises(ValueError, match="no parameter is trainable: load an adapter with is_trainable=True"):
+        check_model(tiny_model(40).requires_grad_(False), tokenizer, 0.1, False)
+    prompted = get_peft_model(tiny_model(40), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="prompt-learning adapters are not honoured"):
+        check_model(prompted, tokenizer, 0.1, False)
+    biased = get_peft_model(tiny_model(40), LoraConfig(r=2, target_modules=["q_proj"], bias="all"))
+    with pytest.raises(ValueError, match="use bias='none'"):
+        check_model(biased, tokenizer, 0.1, False)
+    check_model(biased, tokenizer, 0.0, False)  # without a reference nothing has to stay frozen
+    quantized = tiny_model(40)
+    quantized.is_loaded_in_4bit = True
+    with pytest.raises(ValueError, match="a quantized model is not honoured"):
+        check_model(quantized, tokenizer, 0.1, False)
+
+
+# ---- rows ----
+
+
+def bound(workflow, tokenizer, max_memory_tokens=8):
+    workflow.bind(tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=max_memory_tokens))
+    return workflow
+
+
+def text_rows(*lengths, named=True):
+    return [({"id": f"q{n}"} if named else {}) | {"prompt": "code " * length} for n, length in enumerate(lengths)]
+
+
+def check(rows, prompt_length=10, completion=20, positions=512, workflow=None, name="train"):
+    config = SimpleNamespace(max_prompt_length=prompt_length, max_completion_length=completion)
+    workflow = workflow or bound(SingleTurn(), word_tokenizer())
+    check_rows(workflow, rows, name, config, tiny_model(40, max_position_embeddings=positions))
+
+
+def test_rows_that_cannot_fit_are_named():
+    check(text_rows(1, 10, 5))
+    with pytest.raises(ValueError) as caught:
+        check(text_rows(11, 10, 30))
+    message = str(caught.value)
+    assert message.startswith(
+        "2 rows cannot fit in 10 prompt tokens (max_prompt_length=10; the model has 512 positions"
+    )
+    assert message.splitlines()[1:] == [
+        "  train row 'q0': up to 11 prompt tokens",
+        "  train row 'q2': up to 30 prompt tokens",
+    ]
+    with pytest.raises(ValueError, match="eval row 1: up to 11 prompt tokens"):
+        check(Dataset.from_list(text_rows(3, 11, named=False)), name="eval")
+
+
+def test_at_most_20_rows_are_named():
+    with pytest.raises(ValueError) as caught:
+        check(text_rows(*[11] * 20))
+    assert len(str(caught.value).splitlines()) == 21 and "more" not in str(caught.value).splitlines()[-1]
+    with pytest.raises(ValueError, match="23 rows cannot fit") as caught:
+        check(text_rows(*[11] * 23))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 22 and "'q19'" in lines[20] and lines[21] == "  and 3 more"
+
+
+def test_positions_of_the_model_leave_room_for_the_completion():
+    check(text_rows(12), prompt_length=100, completion=20, positions=32)  # 12 + 20 = 32
+    with pytest.raises(ValueError, match=r"cannot fit in 12 prompt tokens .*32 positions, max_completion_length=20"):
+        check(text_rows(13), prompt_length=100, completion=20, positions=32)
+    learned = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=32))
+    config = SimpleNamespace(max_prompt_length=100, max_completion_length=20)
+    with pytest.raises(ValueError, match="cannot fit in 12 prompt tokens"):
+        check_rows(bound(SingleTurn(), word_tokenizer()), text_rows(13), "train", config, learned)
+
+
+def test_a_reading_is_bounded_by_its_longest_chunk_and_a_full_memory():
+    tokenizer = word_tokenizer()
+    workflow = bound(GatedMemory(), tokenizer, max_memory_tokens=8)
+    row = {"id": "doc", "question": "code", "answers": ["x"], "chunks": [{"text": "code " * n} for n in (3, 9, 2)]}
+    # The longest prompt holds the first memory ("No memory yet.", 3 words); a full memory brings 8 - 3 more.
+    state = workflow.start(row)
+    state.chunk = 1
+    longest = sum(map(len, workflow.prompt(state))) + 5
+    check([row], prompt_length=longest, workflow=workflow)
+    with pytest.raises(ValueError, match=rf"train row 'doc': up to {longest} prompt tokens"):
+        check([row], prompt_length=longest - 1, workflow=workflow)
+
+
+def test_streams_and_workflows_without_a_bound_are_left_to_the_rollout():
+    check(IterableDataset.from_generator(lambda: iter(text_rows(99))))
+    check(None)
+    check(text_rows(99), workflow=SimpleNamespace())

@@ -1,0 +1,351 @@
+"""Evaluation of a policy: trajectories, metrics with bootstrap intervals, and where they come from."""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from turngrpo.rewards import answer_contains, answer_f1
+
+from .batching import collate_turns, plan_microbatches
+from .callbacks import rollout_progress
+from .config import TurnGRPOConfig
+from .engines import TransformersEngine
+from .gates import GateDecision, parse_turn
+from .iteration import ScoredRollout, call_turn_rewards, score_rollout
+from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
+from .policy import Policy, evaluating
+from .rollout import Trajectory, Turn, collect
+from .scoring import Reference, score_turns
+from .workflows import GatedMemory
+
+EVAL_ITERATION = -1  # the noise of evaluation has a domain of its own
+RESAMPLES = 1000
+THIRDS = ("first third", "middle third", "last third")
+
+
+class ForcedGates(GatedMemory):
+    """The same model with its gates overridden: `check` and `exit` are True, False, or None (the model decides).
+
+    check=True writes the turn's candidate where it has one, else memory stays; a turn that does not parse obeys the
+    forced gates too, and still counts as unparsed.
+    """
+
+    def __init__(self, check: bool | None = None, exit: bool | None = None, **options: Any):
+        super().__init__(**options)
+        self.check, self.exit = check, exit
+
+    def decide(self, turn: Turn) -> GateDecision:
+        own = parse_turn(turn.text, turn.finish_reason) or GateDecision(check=False, candidate="", exit=False)
+        check = own.check if self.check is None else self.check
+        return GateDecision(check, own.candidate, own.exit if self.exit is None else self.exit)
+
+    def write(self, state: Any, turn: Turn, candidate: str) -> None:
+        if candidate:
+            super().write(state, turn, candidate)
+
+    def advance(self, state: Any, turn: Turn) -> bool:
+        reading = not state.answering
+        goes_on = super().advance(state, turn)
+        state.parsed &= not reading or parse_turn(turn.text, turn.finish_reason) is not None
+        return goes_on
+
+
+TRIVIAL_GATES: dict[str, dict[str, bool]] = {
+    "always no": {"check": False},
+    "always yes": {"check": True},
+    "read to the end": {"exit": False},
+    "stop at once": {"exit": True},
+}
+
+
+@dataclass(frozen=True)
+class Observations:
+    """Sums and counts (R rows, M metrics) of every observation of a metric, so that rows can be resampled."""
+
+    names: list[str]
+    sums: np.ndarray  # (R, M)
+    counts: np.ndarray  # (R, M)
+
+    def means(self, weights: np.ndarray) -> np.ndarray:
+        """Return (S, M) means under row weights (S, R); NaN where nothing was observed."""
+        counts = weights @ self.counts
+        with np.errstate(invalid="ignore"):
+            values = np.where(counts > 0, weights @ self.sums / np.maximum(counts, 1e-12), np.nan)
+        return values
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one policy did on the rows: `metrics` by name, 95% `intervals`, and a `breakdown` of the metrics.
+
+    breakdown["context_tokens" or "evidence"][bin] holds "rows" and the metrics of those rows.
+    """
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+    intervals: dict[str, tuple[float, float]]
+    breakdown: dict[str, dict[str, dict[str, float]]]
+    seconds: float
+    observations: Observations
+
+    def summary(self) -> dict[str, Any]:
+        """Return everything but the trajectories, ready for JSON."""
+        intervals = {name: list(pair) for name, pair in self.intervals.items()}
+        return {
+            "metrics": self.metrics,
+            "intervals": intervals,
+            "breakdown": self.breakdown,
+            "seconds": self.seconds,
+        }
+
+
+def row_weights(rows: int, resamples: int, seed: int) -> np.ndarray:
+    """Return (resamples, rows) how often the bootstrap draws each row; the same for the same arguments."""
+    return np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=resamples).astype(float)
+
+
+def _percentiles(samples: np.ndarray, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    columns = dict(zip(names, samples.T, strict=True))
+    sides = [columns.get(f"update_accuracy/{side}") for side in ("evidence", "evidence_free")]
+    if sides[0] is not None and sides[1] is not None:
+        columns["update_accuracy/balanced"] = (sides[0] + sides[1]) / 2
+    intervals = {}
+    for name, column in columns.items():
+        seen = column[~np.isnan(column)]
+        if len(seen):
+            low, high = np.percentile(seen, [2.5, 97.5])
+            intervals[name] = (float(low), float(high))
+    return intervals
+
+
+def bootstrap_intervals(
+    observations: Observations, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Return the 95% percentile interval of every metric's mean, resampling rows with all their members."""
+    weights = row_weights(len(observations.sums), resamples, seed)
+    return _percentiles(observations.means(weights), observations.names)
+
+
+def paired_difference(
+    first: Evaluation, second: Evaluation, resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, dict[str, float | list[float]]]:
+    """Return by metric the difference second - first with its 95% interval; both evaluated the same rows.
+
+    Raises ValueError where they have different numbers of rows.
+    """
+    rows = len(first.observations.sums), len(second.observations.sums)
+    if rows[0] != rows[1]:
+        raise ValueError(f"the evaluations have {rows[0]} and {rows[1]} rows, expected the same rows in both")
+    names = [name for name in first.observations.names if name in second.observations.names]
+    weights = row_weights(rows[0], resamples, seed)
+    samples = [
+        part.means(weights)[:, [part.names.index(name) for name in names]]
+        for part in (first.observations, second.observations)
+    ]
+    intervals = _percentiles(samples[1] - samples[0], names)
+    return {
+        name: {"difference": second.metrics[name] - first.metrics[name], "interval": list(intervals[name])}
+        for name in intervals
+        if name in first.metrics and name in second.metrics
+    }
+
+
+def evaluate_policy(
+    model: Any,
+    tokenizer: Any,
+    workflow: Any,
+    rows: Sequence[dict[str, Any]],
+    config: TurnGRPOConfig,
+    reward_funcs: Sequence[Callable[..., Any]] = (),
+    turn_reward_funcs: Sequence[Callable[..., Any]] = (),
+    members: int = 1,
+    label: str = "evaluation",
+    reference: Reference | None = None,
+    autocast: Callable[[], Any] = contextlib.nullcontext,
+    resamples: int = RESAMPLES,
+) -> Evaluation:
+    """Read every row `members` times with the evaluation's sampling and return what came of it.
+
+    The noise of member m of row i is that of (eval_seed, i, m, turn), so that policies are compared on the same noise.
+    `reference` adds `kl`, the exact KL(policy || reference) per response token. Raises ValueError without rows, or for
+    a reward function that does not return one number or None per trajectory.
+    """
+    if not rows or members < 1:
+        raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
+    workflow.bind(tokenizer, config)
+    policy = Policy(model, autocast)
+    engine = TransformersEngine(
+        policy=policy,
+        eos_ids=eos_ids(policy.causal, tokenizer),
+        pad_id=tokenizer.pad_token_id,
+        max_new_tokens=config.max_completion_length or 256,
+        max_prompt_length=config.max_prompt_length,
+        temperature=config.eval_temperature,
+        top_p=config.eval_top_p,
+        share_prefix=config.share_prefix,
+        rollout_batch_tokens=config.rollout_batch_tokens,
+    )
+    started = time.perf_counter()
+    repeated = [row for row in rows for _ in range(members)]
+    groups, numbers = [i // members for i in range(len(repeated))], [i % members for i in range(len(repeated))]
+    with rollout_progress(label, len(repeated), config.disable_tqdm) as on_turn:
+        trajectories = collect(
+            workflow, engine, tokenizer, repeated, groups, numbers, config.eval_seed, EVAL_ITERATION, on_turn
+        )
+    seconds = time.perf_counter() - started
+    rollout = score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
+    names = [_name(function) for function in reward_funcs], [_name(function) for function in turn_reward_funcs]
+    metrics = scored_metrics([rollout], *names) if reward_funcs else rollout_metrics(trajectories)
+    measures = [_measures(rollout, index, names[0] if reward_funcs else None) for index in range(len(trajectories))]
+    observations = _observe(measures, groups)
+    totals = observations.means(np.ones((1, len(rows))))[0]
+    metrics |= {name: float(v) for name, v in zip(observations.names, totals, strict=True) if name not in metrics}
+    metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    if reference is not None:
+        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config)
+    return Evaluation(
+        trajectories=trajectories,
+        metrics=metrics,
+        intervals=bootstrap_intervals(observations, resamples, config.eval_seed),
+        breakdown=_breakdown(trajectories, measures, tokenizer),
+        seconds=seconds,
+        observations=observations,
+    )
+
+
+def eos_ids(model: Any, tokenizer: Any) -> list[int]:
+    """Return every id that ends a completion: the tokenizer's EOS and those the model declares."""
+    declared = model.generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
+
+
+def score_trajectories(
+    trajectories: list[Trajectory],
+    tokenizer: Any,
+    config: TurnGRPOConfig,
+    reward_funcs: Sequence[Callable[..., Any]],
+    turn_reward_funcs: Sequence[Callable[..., Any]],
+    workflow: Any,
+) -> ScoredRollout:
+    """Call the reward functions as the trainer does (on the last turn, in TRL's form) and add everything up."""
+    ids = [trajectory.turns[-1].completion_ids for trajectory in trajectories]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    prompts = [trajectory.prompt for trajectory in trajectories]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    columns = {name: [t.row[name] for t in trajectories] for name in trajectories[0].row if name != "prompt"}
+    arguments = {"prompts": prompts, "completions": completions, "completion_ids": ids} | columns
+    arguments["trajectories"] = trajectories
+    per_func = []
+    for function in reward_funcs:
+        values = function(**arguments)
+        if len(values) != len(trajectories):
+            raise ValueError(
+                f"reward function {_name(function)!r} returned {len(values)} numbers, expected {len(trajectories)}"
+            )
+        per_func.append([math.nan if value is None else float(value) for value in values])
+    table = torch.tensor(per_func, dtype=torch.float32).reshape(len(per_func), len(trajectories)).T  # (B, F)
+    weights = torch.tensor(config.reward_weights or [1.0] * len(per_func), dtype=torch.float32)
+    per_turn = call_turn_rewards(turn_reward_funcs, trajectories, arguments)
+    return score_rollout(trajectories, EVAL_ITERATION, table, weights, per_turn, config, workflow.strict_format)
+
+
+def mean_kl(
+    policy: Policy, reference: Reference, trajectories: Sequence[Trajectory], pad_id: int, config: TurnGRPOConfig
+) -> float:
+    """Return the exact KL(policy || reference), mean over all response tokens."""
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    device = next(policy.model.parameters()).device
+    dtype = torch.promote_types(policy.dtype, torch.float32)
+    total = tokens = 0.0
+    with evaluating(policy.model):
+        lengths = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns]
+        for indices in plan_microbatches(lengths, config.max_tokens_per_microbatch):
+            batch = collate_turns([turns[i] for i in indices], pad_id, device, dtype)
+            kl = score_turns(policy, batch, config.temperature, reference).kl
+            assert kl is not None
+            total, tokens = total + float(kl.sum()), tokens + float(batch.mask.sum())
+    return total / tokens
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _measures(rollout: ScoredRollout, index: int, reward_names: Sequence[str] | None) -> dict[str, list[float]]:
+    """Return the observations of one trajectory by metric name, rewards and answer F1 and containment included."""
+    trajectory = rollout.trajectories[index]
+    measures = trajectory_measures(trajectory)
+    if "answer/accuracy" in measures:
+        arguments: dict[str, Any] = {"trajectories": [trajectory], "answers": [trajectory.row["answers"]]}
+        for name, function in (("answer/f1", answer_f1), ("answer/contains", answer_contains)):
+            measures[name] = [v for v in function([None], [None], [None], **arguments) if v is not None]
+    if reward_names is not None:
+        values = [rollout.rewards[index], *rollout.rewards_per_func[index]]
+        for name, value in zip(["reward", *(f"rewards/{n}/mean" for n in reward_names)], values, strict=True):
+            measures[name] = [] if math.isnan(value) else [float(value)]
+    return measures
+
+
+def _observe(measures: Sequence[dict[str, list[float]]], groups: Sequence[int]) -> Observations:
+    names = list(dict.fromkeys(name for one in measures for name in one))
+    place = {name: column for column, name in enumerate(names)}
+    sums = np.zeros((max(groups) + 1, len(names)))  # (R, M)
+    counts = np.zeros_like(sums)
+    for one, group in zip(measures, groups, strict=True):
+        for name, values in one.items():
+            sums[group, place[name]] += sum(values)
+            counts[group, place[name]] += len(values)
+    return Observations(names, sums, counts)
+
+
+def _breakdown(
+    trajectories: Sequence[Trajectory], measures: Sequence[dict[str, list[float]]], tokenizer: Any
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return the metrics by context length (in powers of two of tokens) and by where the last evidence lies."""
+    lengths: dict[int, str] = {}
+    places: dict[int, str] = {}
+    for trajectory in trajectories:
+        if trajectory.group not in lengths:
+            lengths[trajectory.group] = _length_bin(trajectory, tokenizer)
+            places[trajectory.group] = evidence_place(trajectory)
+    tables: dict[str, dict[str, dict[str, float]]] = {}
+    for kind, bins in (("context_tokens", lengths), ("evidence", places)):
+        tables[kind] = {}
+        for label in sorted(
+            set(bins.values()), key=lambda text: (len(text), text) if kind != "evidence" else (0, text)
+        ):
+            pooled: dict[str, list[float]] = {}
+            for trajectory, one in zip(trajectories, measures, strict=True):
+                if bins[trajectory.group] == label:
+                    for name, values in one.items():
+                        pooled.setdefault(name, []).extend(values)
+            means = balanced({name: sum(values) / len(values) for name, values in pooled.items() if values})
+            tables[kind][label] = {"rows": float(sum(value == label for value in bins.values()))} | means
+    return tables
+
+
+def _length_bin(trajectory: Trajectory, tokenizer: Any) -> str:
+    if "chunks" in trajectory.row:
+        texts = [chunk["text"] for chunk in trajectory.row["chunks"]]
+        tokens = sum(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+    else:
+        tokens = len(trajectory.turns[0].prompt_ids)
+    return f"up to {1 << max(tokens - 1, 0).bit_length()}"
+
+
+def evidence_place(trajectory: Trajectory) -> str:
+    """Return the third of the document that T* lies in, or "no evidence" where no chunk is labelled as evidence."""
+    chunks = trajectory.row.get("chunks") or []
+    if trajectory.last_evidence is None or not any(chunk.get("evidence") for chunk in chunks):
+        return "no evidence"
+    return THIRDS[min(3 * (trajectory.last_evidence - 1) // len(chunks), 2)]
