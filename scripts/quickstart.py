@@ -5,6 +5,7 @@
 Everything is made on the spot, nothing is downloaded.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,13 @@ import torch
 from common import make_workflow
 from sft import corpus_examples, fit
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TrainerCallback,
+)
 from trl import SFTConfig
 
 from turngrpo.data_prep import build_needle_corpus, load_corpus, write_corpus
@@ -44,7 +51,8 @@ class StartOptions:
     rows_per_project: int = 160
     chunks: int = 4
     words_per_chunk: int = 16
-    reading_updates: int = 260  # with clean gates: to read, compare and copy
+    reading_updates: int = 600  # at most, with clean gates: to read, compare and copy
+    learnt: float = 0.015  # loss per token at which that is learnt and the stage ends
     spoiling_updates: int = 40  # with noisy gates: to be wrong often, so that there is something to learn
     gate_noise: float = 0.3
     batch_size: int = 64
@@ -100,6 +108,16 @@ def compare_keys(row: Mapping[str, Any], chunk: Mapping[str, Any]) -> str:
     return " ".join(match[1] for match in keys if match)
 
 
+class StopWhenLearnt(TrainerCallback):
+    """Ends training at the first logged loss below `loss`."""
+
+    def __init__(self, loss: float):
+        self.loss = loss
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        control.should_training_stop |= bool(logs) and logs.get("loss", math.inf) < self.loss
+
+
 def sft_config(folder: Path, updates: int, learning_rate: float, batch_size: int, seed: int) -> SFTConfig:
     """Return the config of one stage of the warm start; nothing is saved on the way."""
     return SFTConfig(
@@ -107,11 +125,11 @@ def sft_config(folder: Path, updates: int, learning_rate: float, batch_size: int
         max_steps=updates,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
-        lr_scheduler_type="linear",
+        lr_scheduler_type="constant_with_warmup",
         warmup_steps=20,
         adam_beta2=0.98,
         weight_decay=0.01,
-        logging_steps=20,
+        logging_steps=10,
         save_strategy="no",
         report_to="none",
         use_cpu=True,
@@ -141,13 +159,15 @@ def prepare(folder: Path, seed: int = 0, options: StartOptions | None = None) ->
     workflow = make_workflow("gated", instruction=INSTRUCTION)
     workflow.bind(tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=MEMORY_TOKENS))
     train = load_corpus(corpus, VALIDATION_FRACTION, seed)["train"]
-    stages = ((options.reading_updates, 0.0, LEARNING_RATE), (options.spoiling_updates, options.gate_noise, 1e-3))
-    for updates, noise, learning_rate in stages:
+    stages = (
+        (options.reading_updates, 0.0, LEARNING_RATE, [StopWhenLearnt(options.learnt)]),
+        (options.spoiling_updates, options.gate_noise, LEARNING_RATE / 5, None),
+    )
+    for updates, noise, learning_rate, callbacks in stages:
         if updates:
             examples, names = corpus_examples(train, workflow, noise, seed, think=compare_keys)
-            fit(
-                model, tokenizer, examples, names, sft_config(folder, updates, learning_rate, options.batch_size, seed)
-            )
+            config = sft_config(folder, updates, learning_rate, options.batch_size, seed)
+            fit(model, tokenizer, examples, names, config, callbacks=callbacks)
     model.save_pretrained(model_folder)
     tokenizer.save_pretrained(model_folder)
     return model_folder, corpus

@@ -164,13 +164,26 @@ def check_lengths(examples: Dataset, names: Sequence[str], limit: int | None) ->
 
 
 def fit(
-    model: Any, tokenizer: Any, examples: Dataset, names: Sequence[str], config: SFTConfig, peft_config: Any = None
+    model: Any,
+    tokenizer: Any,
+    examples: Dataset,
+    names: Sequence[str],
+    config: SFTConfig,
+    peft_config: Any = None,
+    callbacks: Any = None,
 ) -> SFTTrainer:
     """Train on examples made above through trl's SFTTrainer, nothing cut, loss on completions alone."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_lengths(examples, names, min(filter(None, (config.max_length, positions)), default=None))
     config.max_length, config.completion_only_loss = None, True
-    trainer = SFTTrainer(model, config, train_dataset=examples, processing_class=tokenizer, peft_config=peft_config)
+    trainer = SFTTrainer(
+        model,
+        config,
+        train_dataset=examples,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     return trainer
 

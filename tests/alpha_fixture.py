@@ -1,24 +1,24 @@
 """A tiny gated reader with a noisy update gate, trained by TurnGRPOTrainer under several mixes of advantage."""
 
 import copy
-import functools
+import os
 import random
+import sys
 import tempfile
 import time
-import sys
-import os
 
 import datasets
 import torch
 import torch.nn.functional as F
 from tiny import tiny_model, word_tokenizer
 from tokenizers import decoders
+
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
 from turngrpo.trainer import GatedMemory, TurnGRPOConfig, TurnGRPOTrainer
 from turngrpo.trainer.rollout import Turn
 
 E = lambda k, d: type(d)(os.environ.get(k, d))
-KEYS = [f"k{i}" for i in range(E("NK",6))]
+KEYS = [f"k{i}" for i in range(E("NK", 6))]
 VALUES = [f"v{i}" for i in range(6)]
 FILLER = [f"w{i}" for i in range(6)]
 EMPTY = "No memory yet."
@@ -27,7 +27,9 @@ CHUNKS, EVIDENCE = 4, 2
 NOISE = E("NOISE", 0.35)
 UPDATES, LEARNING_RATE = 50, E("LR", 5e-4)
 SFT_ROWS, SFT_STEPS, SFT_BATCH, SFT_LR = E("SFT_ROWS", 3000), E("SFT_STEPS", 300), E("SFT_B", 64), E("SFT_LR", 3e-3)
-MODEL = dict(hidden_size=E("H", 64), intermediate_size=2 * E("H", 64), num_hidden_layers=E("L", 2), initializer_range=0.1)
+MODEL = dict(
+    hidden_size=E("H", 64), intermediate_size=2 * E("H", 64), num_hidden_layers=E("L", 2), initializer_range=0.1
+)
 WORKFLOW = dict(instruction="Read")
 LOSS = E("LOSS", "group")
 
@@ -41,8 +43,8 @@ def make_row(rng):
         value = rng.choice(VALUES)
         if k in where:
             values.append(value)
-        words = [rng.choice(FILLER) for _ in range(E("NF",4))]
-        at = rng.randrange(len(words)+1)
+        words = [rng.choice(FILLER) for _ in range(E("NF", 4))]
+        at = rng.randrange(len(words) + 1)
         chunks.append({"text": " ".join([*words[:at], about, value, *words[at:]]), "evidence": k in where})
     return {"question": key, "answers": [" ".join(values)], "chunks": chunks}
 
@@ -119,7 +121,9 @@ def warm_start(seed, verbose=False):
     words = lambda text: [vocabulary.get(w, 0) for w in text.split()]
     workflow.chat.encode_text = words
     t0 = time.time()
-    pool = [[s for _ in range(SFT_ROWS) for s in gold_turns(workflow, tokenizer, rng, noise)] for noise in (0.0, NOISE)]
+    pool = [
+        [s for _ in range(SFT_ROWS) for s in gold_turns(workflow, tokenizer, rng, noise)] for noise in (0.0, NOISE)
+    ]
     if verbose:
         print("data", time.time() - t0, len(pool[0]), max(len(p) + len(c) for p, c in pool[1]))
     model = tiny_model(len(tokenizer), seed=seed, **MODEL)
@@ -157,19 +161,45 @@ def run(seed, model, tokenizer, alpha, turn_reward=update_reward, train=True):
         model=copy.deepcopy(model),
         reward_funcs=[answer_reward, exit_reward, format_reward],
         args=config(alpha=alpha, seed=seed),
-        train_dataset=rows, eval_dataset=held, processing_class=tokenizer,
-        workflow=GatedMemory(**WORKFLOW), turn_reward_funcs=turn_reward,
+        train_dataset=rows,
+        eval_dataset=held,
+        processing_class=tokenizer,
+        workflow=GatedMemory(**WORKFLOW),
+        turn_reward_funcs=turn_reward,
     )
     from transformers.trainer_callback import PrinterCallback
+
     trainer.remove_callback(PrinterCallback)
     if train:
         trainer.train()
         if os.environ.get("HIST"):
             for h in trainer.state.log_history:
                 if "update_accuracy/evidence" in h:
-                    print("   ", h["step"], *[round(h[k], 2) for k in ("update_accuracy/evidence_free", "update_accuracy/evidence", "answer/accuracy", "format/parsed", "clip/active", "grad_norm")])
+                    print(
+                        "   ",
+                        h["step"],
+                        *[
+                            round(h[k], 2)
+                            for k in (
+                                "update_accuracy/evidence_free",
+                                "update_accuracy/evidence",
+                                "answer/accuracy",
+                                "format/parsed",
+                                "clip/active",
+                                "grad_norm",
+                            )
+                        ],
+                    )
     m = trainer.evaluate()
-    keys = ["update_accuracy/evidence_free", "update_accuracy/evidence", "answer/accuracy", "format/parsed", "exit/exact", "exit/early", "turns/mean"]
+    keys = [
+        "update_accuracy/evidence_free",
+        "update_accuracy/evidence",
+        "answer/accuracy",
+        "format/parsed",
+        "exit/exact",
+        "exit/early",
+        "turns/mean",
+    ]
     return {k: round(m["eval_" + k], 3) for k in keys}, trainer
 
 
@@ -177,7 +207,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for seed in map(int, sys.argv[1].split(",")):
         t0 = time.time()
-        cache = f"/tmp/warm_{os.environ.get('TAG','x')}_{seed}.pt"
+        cache = f"/tmp/warm_{os.environ.get('TAG', 'x')}_{seed}.pt"
         if os.path.exists(cache):
             model, tok = torch.load(cache, weights_only=False), make_tokenizer()
         else:
@@ -186,7 +216,11 @@ if __name__ == "__main__":
         print("seed", seed, "warm", round(time.time() - t0, 1), flush=True)
         arms = [("start", 1.0, update_reward, False)]
         if "warm" not in sys.argv:
-            arms += [("a=1", 1.0, update_reward, True), ("a=.9", 0.9, update_reward, True), ("flip", 0.9, flipped, True)]
+            arms += [
+                ("a=1", 1.0, update_reward, True),
+                ("a=.9", 0.9, update_reward, True),
+                ("flip", 0.9, flipped, True),
+            ]
         for name, alpha, tr, train in arms:
             t0 = time.time()
             m, _ = run(seed, model, tok, alpha, tr, train)

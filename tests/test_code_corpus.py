@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from turngrpo.data_prep import build_code_corpus, gold_turns, load_corpus
 from turngrpo.data_prep.code_facts import Source, find_facts
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_chunking import TOKENIZER
+
 from turngrpo.data_prep import CorpusError, corpus_digest, load_corpus, read_manifest, write_corpus
 
 MANIFEST = {

@@ -6,6 +6,7 @@ from collections import Counter
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from turngrpo.data_prep import convert_memagent, load_corpus, write_corpus
 from turngrpo.data_prep.memagent import documents
 

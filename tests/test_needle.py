@@ -5,6 +5,7 @@ import re
 from collections import Counter
 
 import pytest
+
 from turngrpo.data_prep import build_needle_corpus, gold_turns, load_corpus, write_corpus
 from turngrpo.data_prep.gold import relevant_text
 from turngrpo.data_prep.needle import last_positions

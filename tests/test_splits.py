@@ -5,6 +5,7 @@ gamma 27 .153, delta 17 .091, epsilon 3e .244, zeta e6 .901, eta b9 .725.
 """
 
 import pytest
+
 from turngrpo.data_prep.splits import split_by_project
 
 ALL = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta"]

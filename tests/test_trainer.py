@@ -354,7 +354,7 @@ def test_wrong_shapes_of_rewards_are_named(tmp_path):
     def short(trajectories, **columns):
         return [[1.0] for _ in trajectories]
 
-    with pytest.raises(ValueError, match="turn reward function 'short' returned lists of"):
+    with pytest.raises(ValueError, match="turn reward function 'short' returned lists of lengths"):
         make_trainer(tmp_path, turn_reward_funcs=short).train()
     with pytest.raises(ValueError, match="turn_reward_weights has 1 numbers"):
         make_trainer(tmp_path, turn_reward_funcs=[short, short], turn_reward_weights=[1.0])

@@ -158,6 +158,8 @@ class TurnGRPOConfig(GRPOConfig):
             faults.append(f"scale_rewards={self.scale_rewards!r}: use 'none', 'group' or 'batch'")
         if not 0 < self.temperature < math.inf:
             faults.append(f"temperature={self.temperature!r}: training samples, so it must be above 0")
+        if self.max_completion_length is None:
+            faults.append("max_completion_length=None: a turn needs a limit of tokens")
         assert self.steps_per_generation is not None
         if self.steps_per_generation % self.gradient_accumulation_steps:
             faults.append(

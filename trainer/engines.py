@@ -1,6 +1,8 @@
 """TransformersEngine: samples turns with shared prefixes and records the log-probability of every sampled token."""
 
+import copy
 import hashlib
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,6 +42,9 @@ def sample_tokens(
         tokens = torch.searchsorted(cumulative, uniforms[:, None] * total, right=True)
         # A product that rounds up to the total falls past the last token that has any probability.
         tokens = tokens.minimum(torch.searchsorted(cumulative, total, right=False)).squeeze(1)
+        tokens = tokens.clamp(
+            max=logits.shape[1] - 1
+        )  # NaN logits have no place; the caller sees a NaN log-probability
     return tokens, logprobs.gather(1, tokens[:, None]).squeeze(1)
 
 
@@ -95,11 +100,13 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete every request, in order; requests of one group share the computation of their common prefix."""
         prompts = [request.prompt_ids for request in requests]
+        limit = self._prompt_limit()
         for request, prompt in zip(requests, prompts, strict=True):
-            if not prompt or len(prompt) > (self.max_prompt_length or len(prompt)):
+            if not prompt or len(prompt) > limit:
                 raise ValueError(
                     f"{request.label}, turn {request.key.turn}: the prompt has {len(prompt)} tokens, expected 1 to "
-                    f"max_prompt_length={self.max_prompt_length}; prompts are never truncated"
+                    f"{limit} (max_prompt_length={self.max_prompt_length}, and {self.max_new_tokens} new tokens must "
+                    "fit the model's positions); prompts are never truncated"
                 )
         groups: dict[tuple[int, int], list[int]] = {}
         for index, request in enumerate(requests):
@@ -112,8 +119,72 @@ class TransformersEngine:
                 keys = [requests[index].key for index in rows]
                 sampled = self._sample(head, [[prompts[i] for i in group] for group in batch], keys)
                 for index, completion in zip(rows, sampled, strict=True):
+                    if not np.isfinite(completion.logprobs).all():
+                        raise FloatingPointError(
+                            f"{requests[index].label}, turn {requests[index].key.turn}: the logits are not finite"
+                        )
                     completions[index] = completion
         return [completion for completion in completions if completion is not None]
+
+    def _prompt_limit(self) -> int:
+        limit = self.max_prompt_length or sys.maxsize
+        positions = getattr(self.policy.causal.config.get_text_config(), "max_position_embeddings", None)
+        return limit if positions is None else min(limit, positions - self.max_new_tokens)
+
+    def verify(self) -> None:
+        """Sample a few tokens of unequal prompts and compare with plain full passes of the model itself.
+
+        An architecture for which a shared prefix does not work goes on without sharing, with one warning; one that
+        does not work at all (its cache ignores masks, or its logits are no plain product of head and hidden states)
+        raises ValueError.
+        """
+        gap = self._probe()
+        if not gap <= self._probe_tolerance() and self.share_prefix:
+            warnings.warn(f"{self._name()} cannot share a prefix; prompts are computed apart", stacklevel=2)
+            self.share_prefix = False
+            gap = self._probe()
+        if not gap <= self._probe_tolerance():
+            raise ValueError(
+                f"{self._name()} is not supported under a workflow: log-probabilities of a padded batch with a cache "
+                f"differ from those of a plain pass by {gap:.3g}; use a decoder-only attention model"
+            )
+
+    def _name(self) -> str:
+        return type(self.policy.causal).__name__
+
+    def _probe_tolerance(self) -> float:
+        return 1e-3 if self.policy.dtype in (torch.float32, torch.float64) else 0.5
+
+    def _probe(self) -> float:
+        """Return the largest difference of recorded log-probabilities from the model's own logits in a plain pass."""
+        probe = copy.copy(self)
+        probe.max_new_tokens, probe.temperature, probe.top_p, probe.eos_ids = 3, 1.0, 1.0, []
+        probe.counts, probe.max_prompt_length = TokenCounts(), None
+        vocabulary = self.policy.head().weight.shape[0]
+        suffixes = {0: (1, 2, 4), 1: (3, 5)}  # two groups, members of unequal length that share group + 2 tokens
+        requests = [
+            Request(
+                [
+                    [(5 * i + group + 1) % vocabulary for i in range(group + 2)],
+                    [(7 * i + 3 * member + 2) % vocabulary for i in range(length)],
+                ],
+                NoiseKey(0, 0, group, member, 0),
+            )
+            for group, lengths in suffixes.items()
+            for member, length in enumerate(lengths)
+        ]
+        gap = 0.0
+        device = next(self.policy.model.parameters()).device
+        completions = probe.generate(requests)
+        with evaluating(self.policy.model), self.policy.autocast():
+            for request, completion in zip(requests, completions, strict=True):
+                ids = torch.tensor([[*request.prompt_ids, *completion.ids]], device=device)
+                logits = self.policy.model(input_ids=ids, use_cache=False).logits[0, -4:-1]
+                expected = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+                recorded = torch.tensor(completion.logprobs, device=device)
+                difference = (expected[torch.arange(3), ids[0, -3:]] - recorded).abs().max()
+                gap = max(gap, float(difference)) if torch.isfinite(difference) else float("inf")
+        return gap
 
     def _pack(self, groups: list[list[int]], prompts: list[list[int]]) -> list[list[list[int]]]:
         """Put groups of like prompt length together, as many at once as the token budget of the cache holds."""
@@ -152,7 +223,7 @@ class TransformersEngine:
                 alive, sampled, mask, next_position = alive[keep], sampled[keep], mask[keep], next_position[keep]
                 if not len(alive):
                     break
-                cache.batch_select_indices(keep)
+                cache.reorder_cache(keep)  # type: ignore[arg-type]
             if position + 1 == self.max_new_tokens:
                 break
             mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
@@ -184,7 +255,7 @@ class TransformersEngine:
             positions = (prefix_mask.cumsum(1) - 1).clamp(min=0)
             self._forward(ids, prefix_mask, positions, cache)
             member_of = torch.tensor([g for g, group in enumerate(groups) for _ in group], device=device)
-            cache.batch_select_indices(member_of)
+            cache.reorder_cache(member_of)  # type: ignore[arg-type]
             mask = prefix_mask[member_of]
             self.counts.prefix += sum(shared)
         ids, suffix_mask = self._pad_left([prompt[n:] for prompt, n in rows], device)  # (R, S)

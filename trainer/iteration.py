@@ -55,11 +55,12 @@ def call_turn_rewards(
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
         values = function(**arguments)
-        found, expected = [len(v) for v in values], [len(t.turns) for t in trajectories]
+        lists = isinstance(values, Sequence) and all(isinstance(one, Sequence) for one in values)
+        found, expected = [len(one) for one in values] if lists else values, [len(t.turns) for t in trajectories]
         if found != expected:
             raise ValueError(
-                f"turn reward function {name!r} returned lists of {found} numbers, expected one list per trajectory "
-                f"with one number or None per turn: {expected}"
+                f"turn reward function {name!r} returned {'lists of lengths ' * lists}{found!r}, expected one list per "
+                f"trajectory with one number or None per turn: lengths {expected}"
             )
         columns.append([torch.nan if value is None else float(value) for one in values for value in one])
     turns = sum(len(t.turns) for t in trajectories)

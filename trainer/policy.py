@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .batching import TurnBatch
@@ -59,6 +60,8 @@ class Policy:
     def head(self) -> Head:
         """Return the head as it is now (an active or disabled adapter may replace it)."""
         module = self.causal.get_output_embeddings()
+        if isinstance(module, BaseTunerLayer):
+            raise ValueError("an adapter on lm_head is not supported: remove it from target_modules")
         config = self.causal.config.get_text_config()
         scale = next(
             (

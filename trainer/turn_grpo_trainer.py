@@ -137,6 +137,8 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
         self.eval_engine = TransformersEngine(
             temperature=self.args.eval_temperature, top_p=self.args.eval_top_p, **common
         )
+        self.engine.verify()
+        self.eval_engine.share_prefix = self.engine.share_prefix
         self._start_recording()
         self.add_callback(OptimizerTimer(self._add_cost))
 
