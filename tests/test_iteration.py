@@ -172,7 +172,7 @@ def test_turn_rewards_of_a_wrong_shape_are_an_error_by_name():
 
     with pytest.raises(ValueError, match=r"'Sparse' returned lists of lengths \[1, 3\].*per turn: lengths \[2, 3\]"):
         call_turn_rewards([Sparse()], trajectories, {})
-    with pytest.raises(ValueError, match=r"'one_list' returned lists of \[5\]"):
+    with pytest.raises(ValueError, match=r"'one_list' returned lists of lengths \[5\]"):
         call_turn_rewards([one_list], trajectories, {})
 
 

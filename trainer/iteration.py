@@ -59,8 +59,8 @@ def call_turn_rewards(
         found, expected = [len(one) for one in values] if lists else values, [len(t.turns) for t in trajectories]
         if found != expected:
             raise ValueError(
-                f"turn reward function {name!r} returned {'lists of lengths ' * lists}{found!r}, expected one list per "
-                f"trajectory with one number or None per turn: lengths {expected}"
+                f"turn reward function {name!r} returned {'lists of lengths ' * lists}{found!r}, expected one list "
+                f"per trajectory with one number or None per turn: lengths {expected}"
             )
         columns.append([torch.nan if value is None else float(value) for one in values for value in one])
     turns = sum(len(t.turns) for t in trajectories)
