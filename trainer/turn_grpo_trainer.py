@@ -23,14 +23,14 @@ from .iteration import (
     call_turn_rewards,
     objective_weights,
     score_rollout,
-    training_slices,
 )
 from .ledger import write_rollout
 from .losses import clipped_surrogate, k3_kl
 from .policy import Policy, evaluating, zero_dropout
 from .recording import Recording
+from .resume import Resumable, config_values, dataset_digest
 from .rollout import Trajectory, collect
-from .scoring import Reference, Scores, score_turns
+from .scoring import Reference, Scores, score_turns, tensors_digest
 from .workflows import Workflow
 
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
@@ -50,7 +50,7 @@ PAPER = {
 TurnRewardFunc = Callable[..., list[list[float | None]]]
 
 
-class TurnGRPOTrainer(Recording, GRPOTrainer):
+class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
     """GRPO on trajectories of turns (GRU-Mem, arXiv 2602.10560); without a workflow it is trl.GRPOTrainer as it is.
 
     `workflow` drives the turns of a trajectory and `turn_reward_funcs` reward single turns; both are keyword-only, all
@@ -148,17 +148,12 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
         if self.workflow is None:
             return super()._prepare_inputs(generation_batch)
         steps = self.args.steps_per_generation
-        if self._step == 0:  # TRL counts from 0 after a resume; the sampling noise must not start again
-            self._step = self.state.global_step * self.args.gradient_accumulation_steps
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
             self._clear_logs()
             iteration = self._step // (steps * self.num_iterations)
             rollout = self._roll_out(generation_batch, self.engine, self.num_generations, self.args.seed, iteration)
             self._record(rollout, "train")
-            per_update = self.args.gradient_accumulation_steps
-            self._buffered_inputs = training_slices(
-                rollout, self.args.per_device_train_batch_size, per_update, self.loss_type
-            )
+            self._buffered_inputs = self._slices(rollout)
             if self.args.behavior_check == "all":
                 self._check_behavior(rollout)
         return self._buffered_inputs[self._step % steps]
@@ -389,11 +384,17 @@ class TurnGRPOTrainer(Recording, GRPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; the reference must be the same at the end, to the last bit."""
-        if self.workflow is None or self.reference is None:
+        if self.workflow is None:
             return super().train(*args, **kwargs)
-        digest = self.reference.digest()
+        reference = None if self.reference is None else self.reference.digest()
+        self.fingerprint = {
+            "config": config_values(self.args),
+            "corpus": dataset_digest(self.train_dataset),
+            "initial_model": tensors_digest(self.model.named_parameters()),
+            "reference": reference,
+        }
         output = super().train(*args, **kwargs)
-        if self.reference.digest() != digest:
+        if self.reference is not None and self.reference.digest() != reference:
             raise RuntimeError("the reference policy changed during training: KL was measured against a moving target")
         return output
 
