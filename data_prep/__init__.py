@@ -1,5 +1,6 @@
-"""Corpora for turn-by-turn reading: format, loading, splitting, cutting, and the makers of three kinds of corpus."""
+"""Corpora for turn-by-turn reading (format, loading, splitting, cutting, three makers), and the stock problems."""
 
+from . import stock_arithmetic
 from .chunking import chunk_document
 from .code_corpus import build_code_corpus
 from .corpus import CorpusError, corpus_digest, load_corpus, read_manifest, write_corpus
@@ -19,5 +20,6 @@ __all__ = [
     "load_corpus",
     "read_manifest",
     "split_by_project",
+    "stock_arithmetic",
     "write_corpus",
 ]

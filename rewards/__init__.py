@@ -2,6 +2,7 @@
 
 from .answers import answer_contains, answer_f1, answer_reward, normalize_answer
 from .gates import exit_reward, format_reward, update_reward
+from .stock import stock_reward
 
 __all__ = [
     "answer_contains",
@@ -10,5 +11,6 @@ __all__ = [
     "exit_reward",
     "format_reward",
     "normalize_answer",
+    "stock_reward",
     "update_reward",
 ]
