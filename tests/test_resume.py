@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
@@ -196,6 +197,41 @@ def test_a_warm_started_adapter_resumes_against_the_same_reference(tmp_path):
     run(tmp_path / "b", model=model(), max_steps=4, stop=3)
     run(tmp_path / "b", model=model(), max_steps=4, resume=3)
     assert compare_states(tmp_path / "a" / "checkpoint-4", tmp_path / "b" / "checkpoint-4") == []
+
+
+def test_every_rollout_is_on_disk_before_it_is_trained_on_and_none_is_counted_twice(tmp_path):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            seen.append(sorted(path.name for path in (tmp_path / "rollouts").glob("*.parquet")))
+
+    options = {"num_iterations": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
+    trainer = make_trainer(tmp_path, callbacks=[Look()], **options)
+    trainer.train()
+    names = [f"iteration_{i:05d}.parquet" for i in range(3)]
+    assert seen == [names[:1], names[:1], names[:2], names[:2], names[:3]]
+    rows = [row for name in names for row in pq.read_table(tmp_path / "rollouts" / name).to_pylist()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    last, rollout = [row for row in rows if row["iteration"] == 2], trainer._buffered_inputs[0].rollout
+    assert [row["completion_ids"] for row in last] == [turn.completion_ids for turn in rollout.turns]
+    assert [row["behavior_logprobs"] for row in last] == [turn.behavior_logprobs for turn in rollout.turns]
+    assert [row["advantage"] for row in last] == rollout.advantages.tolist()
+    assert last[0]["rewards"].keys() == {"token_reward"} and last[0]["turn_rewards"].keys() == {"length_turn_reward"}
+    assert len({row["policy_digest"] for row in rows}) == 3  # one policy sampled each iteration
+    with pytest.raises(ValueError, match="iteration 2 cannot be trained on: .* recorded 3 iterations: 3 is next"):
+        trainer._write_down(rollout)
+    # A resume at update 2 counts iteration 0 alone; what was written after that checkpoint is kept aside.
+    resumed = make_trainer(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(p.name for p in (tmp_path / "rollouts").glob("*.parquet")) == names
+    aside = tmp_path / "rollouts" / "abandoned_0_from_00001"
+    for name in names[1:]:
+        old, new = (pq.read_table(folder / name).drop(["seconds"]) for folder in (aside, tmp_path / "rollouts"))
+        assert old.equals(new)  # sampled again, the same to the last bit
+    fresh = make_trainer(tmp_path, max_steps=1)
+    fresh.train()
+    assert len(list((tmp_path / "rollouts" / "abandoned_1_from_00000").iterdir())) == 3
 
 
 # ---- separate processes, and a kill in the middle of a save ----

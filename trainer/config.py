@@ -95,6 +95,7 @@ class TurnGRPOConfig(GRPOConfig):
     max_tokens_per_microbatch: int = _our(16384, "Padded tokens of one forward and backward pass, >= 1.")
     rollout_batch_tokens: int = _our(262144, "Prompt and response tokens in the sampler's cache at once, >= 1.")
     share_prefix: bool = _our(True, "Compute the common prefix of a group's prompts once per step.")
+    ledger: bool = _our(True, "Write every rollout to output_dir/rollouts as Parquet before training on it.")
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")
     eval_seed: int = _our(0, "Seed of the sampling noise in evaluation, the same at every evaluation.")

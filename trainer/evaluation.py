@@ -16,15 +16,15 @@ from .batching import collate_turns, plan_microbatches
 from .callbacks import rollout_progress
 from .config import TurnGRPOConfig
 from .engines import TransformersEngine
-from .gates import GateDecision, parse_turn
+from .gates import GateDecision
 from .iteration import ScoredRollout, call_turn_rewards, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .rollout import Trajectory, Turn, collect
 from .scoring import Reference, score_turns
+from .turn_grpo_trainer import EVAL_ITERATION
 from .workflows import GatedMemory
 
-EVAL_ITERATION = -1  # the noise of evaluation has a domain of its own
 RESAMPLES = 1000
 THIRDS = ("first third", "middle third", "last third")
 
@@ -41,7 +41,7 @@ class ForcedGates(GatedMemory):
         self.check, self.exit = check, exit
 
     def decide(self, turn: Turn) -> GateDecision:
-        own = parse_turn(turn.text, turn.finish_reason) or GateDecision(check=False, candidate="", exit=False)
+        own = super().decide(turn) or GateDecision(check=False, candidate="", exit=False)
         check = own.check if self.check is None else self.check
         return GateDecision(check, own.candidate, own.exit if self.exit is None else self.exit)
 
@@ -52,7 +52,7 @@ class ForcedGates(GatedMemory):
     def advance(self, state: Any, turn: Turn) -> bool:
         reading = not state.answering
         goes_on = super().advance(state, turn)
-        state.parsed &= not reading or parse_turn(turn.text, turn.finish_reason) is not None
+        state.parsed &= not reading or super().decide(turn) is not None
         return goes_on
 
 

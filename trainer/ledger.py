@@ -1,39 +1,86 @@
-"""Rollouts on disk, one row per turn, as Parquet."""
+"""Every rollout on disk before it is trained on: one Parquet file per iteration, one row per turn."""
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .iteration import ScoredRollout
 
+FILE = "iteration_{:05d}.parquet"
 
-def write_rollout(rollout: ScoredRollout, path: str | Path) -> Path:
-    """Write every turn of a rollout with its tokens, log-probabilities, reward and advantage; atomic by renaming."""
+
+def rollout_rows(
+    rollout: ScoredRollout, reward_names: list[str], turn_reward_names: list[str], **columns: Any
+) -> list[dict[str, Any]]:
+    """Return one row per turn: ids, tokens, BEHAVIOR log-probabilities, rewards by function, the advantage trained."""
     rewards, advantages = rollout.rewards.tolist(), rollout.advantages.tolist()
-    rows = []
+    by_function, by_turn = rollout.rewards_per_func.tolist(), rollout.turn_rewards_per_func.tolist()
+    rows, turn_index, previous = [], 0, -1
     for index, (turn, owner) in enumerate(zip(rollout.turns, rollout.trajectory_ids.tolist(), strict=True)):
+        turn_index, previous = (turn_index + 1 if owner == previous else 0), owner
         trajectory = rollout.trajectories[owner]
+        place = (rollout.iteration, trajectory.group, trajectory.member, turn_index)
         rows.append(
             {
-                "iteration": rollout.iteration,
-                "group": trajectory.group,
-                "member": trajectory.member,
-                "name": rollout.turn_name(index),
+                "id": "-".join(map(str, place)),
+                **dict(zip(("iteration", "group", "member", "turn"), place, strict=True)),
+                "row_id": str(trajectory.row.get("id", "")),
                 "step": turn.step,
                 "prompt_ids": turn.prompt_ids,
                 "completion_ids": turn.completion_ids,
                 "behavior_logprobs": turn.behavior_logprobs,
-                "text": turn.text,
+                "text": turn.text.encode("utf-8", "replace").decode(),
                 "finish_reason": turn.finish_reason,
+                "rewards": dict(zip(reward_names, by_function[owner], strict=True)),
+                "turn_rewards": dict(zip(turn_reward_names, by_turn[index], strict=True)) or None,
                 "reward": rewards[owner],
                 "advantage": advantages[index],
+                **columns,
             }
         )
-    path = Path(path)
+    return rows
+
+
+def write_rows(rows: list[dict[str, Any]], path: Path) -> Path:
+    """Write rows as Parquet, atomically: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial)
+    pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
     os.replace(partial, path)
     return path
+
+
+class Ledger:
+    """The rollouts of a run in order; `position` iterations are recorded, and none can be recorded twice.
+
+    A fresh run moves a ledger that it finds aside, and so does a resume with whatever a killed run wrote after the
+    checkpoint: nothing is deleted, and nothing of another history is counted.
+    """
+
+    def __init__(self, folder: str | Path, position: int = 0):
+        self.folder, self.position = Path(folder), position
+        later = [path for path in sorted(self.folder.glob("iteration_*.parquet")) if _iteration(path) >= position]
+        if later:
+            taken = len(list(self.folder.glob("abandoned_*")))
+            aside = self.folder / f"abandoned_{taken}_from_{position:05d}"
+            aside.mkdir()
+            for path in later:
+                os.replace(path, aside / path.name)
+
+    def record(self, iteration: int, rows: list[dict[str, Any]]) -> Path:
+        """Write an iteration's rows before its first update; ValueError for one that is recorded already."""
+        if iteration != self.position:
+            raise ValueError(
+                f"iteration {iteration} cannot be trained on: {self.folder} has recorded {self.position} iterations: "
+                f"{self.position} is next; a rollout is optimised once"
+            )
+        path = write_rows(rows, self.folder / FILE.format(iteration))
+        self.position += 1
+        return path
+
+
+def _iteration(path: Path) -> int:
+    return int(path.stem.removeprefix("iteration_"))

@@ -23,7 +23,7 @@ class Recording:
     _tokenizer: Any
     state: Any
     reward_func_names: list[str]
-    turn_reward_funcs: list[Any]
+    _turn_reward_names: list[str]
     loss_type: str
 
     def _start_recording(self) -> None:
@@ -65,10 +65,6 @@ class Recording:
         self._costs = dict.fromkeys(COST_NAMES, 0.0)
 
     # ---- rollouts ----
-
-    @property
-    def _turn_reward_names(self) -> list[str]:
-        return [getattr(function, "__name__", type(function).__name__) for function in self.turn_reward_funcs]
 
     def _record(self, rollout: ScoredRollout, mode: str) -> None:
         """Log one rollout's metrics (an evaluation's are logged at its end) and its turns."""

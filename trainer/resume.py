@@ -16,7 +16,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.trainer.utils import RepeatSampler
 
 from .iteration import ScoredRollout, TrainingSlice, training_slices
+from .ledger import Ledger, rollout_rows, write_rows
 from .rollout import Trajectory, Turn
+from .scoring import tensors_digest
 
 STATE_FILE = "turngrpo_state_{rank}.pt"
 TURN_FIELDS = ("step", "prompt_ids", "completion_ids", "behavior_logprobs", "finish_reason", "text")
@@ -167,7 +169,35 @@ class Resumable:
     _logs: Any
     _tr_loss: Any
     fingerprint: dict[str, Any]
+    model: Any
+    train_dataset: Any
+    reference: Any
     checkpoint_folder: Path | None = None
+    _ledger: Ledger | None = None
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
+    _get_output_dir: Any
+    _timed: Any
+    reward_func_names: list[str]
+    _turn_reward_names: list[str]
+    _costs: dict[str, float]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as GRPOTrainer does; the reference must be the same at the end, to the last bit."""
+        if self.workflow is None:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        reference = None if self.reference is None else self.reference.digest()
+        self.fingerprint = {
+            "config": config_values(self.args),
+            "corpus": dataset_digest(self.train_dataset),
+            "initial_model": tensors_digest(self.model.named_parameters()),
+            "reference": reference,
+        }
+        self._step, self._buffered_inputs, self._ledger = 0, None, None
+        output = super().train(*args, **kwargs)  # type: ignore[misc]
+        if self.reference is not None and self.reference.digest() != reference:
+            raise RuntimeError("the reference policy changed during training: KL was measured against a moving target")
+        return output
 
     # ---- what GRPOTrainer and transformers' Trainer call (trl 1.16, transformers 5.24) ----
 
@@ -188,8 +218,8 @@ class Resumable:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.workflow is None:
             return super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        final = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"  # type: ignore[attr-defined]
-        with atomic_checkpoint(self, final):
+        final = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._timed("saving"), atomic_checkpoint(self, final):
             super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -227,6 +257,7 @@ class Resumable:
         consumed = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         return {
             "step": self._step,
+            "ledger_position": 0 if self._ledger is None else self._ledger.position,
             "rollout": None if slices is None or consumed else rollout_state(slices[0].rollout),
             "metrics": {mode: dict(values) for mode, values in self._metrics.items()},
             "logs": {name: _plain(self._logs[name]) for name in ("prompt", "completion", "advantages")}
@@ -242,6 +273,7 @@ class Resumable:
         state = torch.load(path, weights_only=True, map_location="cpu")
         check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint)
         self._step = state["step"]
+        self._open_ledger(state["ledger_position"])
         if state["rollout"] is not None:
             self._buffered_inputs = self._slices(restore_rollout(state["rollout"]))
         for mode, values in state["metrics"].items():
@@ -251,6 +283,29 @@ class Resumable:
             (self._logs[name].update if isinstance(values, dict) else self._logs[name].extend)(values)
         loss, self._total_loss_scalar, self._globalstep_last_logged = state["running_loss"]
         self._tr_loss = loss.to(self.args.device)
+
+    # ---- the ledger ----
+
+    def _open_ledger(self, position: int) -> Ledger | None:
+        self._ledger = Ledger(Path(self.args.output_dir) / "rollouts", position) if self.args.ledger else None
+        return self._ledger
+
+    def _write_down(self, rollout: ScoredRollout) -> None:
+        """Put a fresh rollout on disk before it is trained on."""
+        ledger = self._ledger or self._open_ledger(0)
+        if ledger is not None:
+            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            extra = {"policy_digest": tensors_digest(trained), "seconds": self._costs["time/generation"]}
+            with self._timed("saving"):
+                ledger.record(rollout.iteration, self._rows(rollout, **extra))
+
+    def _rows(self, rollout: ScoredRollout, **columns: Any) -> list[dict[str, Any]]:
+        return rollout_rows(rollout, self.reward_func_names, self._turn_reward_names, **columns)
+
+    def _save_rollout(self, rollout: ScoredRollout) -> Path:
+        """Write a rollout whose numbers are not finite where an error message can point to it."""
+        name = f"rollout_{rollout.iteration:05d}.parquet"
+        return write_rows(self._rows(rollout), Path(self.args.output_dir) / "nonfinite" / name)
 
     def _slices(self, rollout: ScoredRollout) -> list[TrainingSlice]:
         size, per_update = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps

@@ -41,7 +41,9 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and value:
         for key, one in value.items():
             yield from _flatten(one, f"{name}/{key}")
-    elif isinstance(value, list | tuple) and any(isinstance(one, dict | list | tuple | torch.Tensor | np.ndarray) for one in value):
+    elif isinstance(value, list | tuple) and any(
+        isinstance(one, dict | list | tuple | torch.Tensor | np.ndarray) for one in value
+    ):
         for index, one in enumerate(value):
             yield from _flatten(one, f"{name}/{index}")
     else:

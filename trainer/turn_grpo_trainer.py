@@ -1,7 +1,6 @@
 """TurnGRPOTrainer: trl.GRPOTrainer with our generation step and our loss under a workflow; glue only, no maths."""
 
 import inspect
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,13 +23,12 @@ from .iteration import (
     objective_weights,
     score_rollout,
 )
-from .ledger import write_rollout
 from .losses import clipped_surrogate, k3_kl
 from .policy import Policy, evaluating, zero_dropout
 from .recording import Recording
-from .resume import Resumable, config_values, dataset_digest
+from .resume import Resumable
 from .rollout import Trajectory, collect
-from .scoring import Reference, Scores, score_turns, tensors_digest
+from .scoring import Reference, Scores, score_turns
 from .workflows import Workflow
 
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
@@ -101,6 +99,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         check_model(self.model, self.processing_class, self.beta, self.aux_loss_enabled)
         functions = turn_reward_funcs or []
         self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
+        self._turn_reward_names = [getattr(f, "__name__", type(f).__name__) for f in self.turn_reward_funcs]
         weights = self.args.turn_reward_weights
         if weights is not None and len(weights) != len(self.turn_reward_funcs):
             raise ValueError(
@@ -153,6 +152,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             iteration = self._step // (steps * self.num_iterations)
             rollout = self._roll_out(generation_batch, self.engine, self.num_generations, self.args.seed, iteration)
             self._record(rollout, "train")
+            self._write_down(rollout)
             self._buffered_inputs = self._slices(rollout)
             if self.args.behavior_check == "all":
                 self._check_behavior(rollout)
@@ -301,10 +301,6 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             )
         return norm
 
-    def _save_rollout(self, rollout: ScoredRollout) -> str:
-        name = f"rollout_{rollout.iteration:05d}.parquet"
-        return str(write_rollout(rollout, os.path.join(self.args.output_dir, "nonfinite", name)))
-
     # ---- behavior check ----
 
     def _check_behavior(self, rollout: ScoredRollout) -> None:
@@ -379,27 +375,3 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         prefix = named.arguments["metric_key_prefix"]
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
-
-    # ---- the whole run ----
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as GRPOTrainer does; the reference must be the same at the end, to the last bit."""
-        if self.workflow is None:
-            return super().train(*args, **kwargs)
-        reference = None if self.reference is None else self.reference.digest()
-        self.fingerprint = {
-            "config": config_values(self.args),
-            "corpus": dataset_digest(self.train_dataset),
-            "initial_model": tensors_digest(self.model.named_parameters()),
-            "reference": reference,
-        }
-        output = super().train(*args, **kwargs)
-        if self.reference is not None and self.reference.digest() != reference:
-            raise RuntimeError("the reference policy changed during training: KL was measured against a moving target")
-        return output
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if self.workflow is None:
-            return super()._save_checkpoint(*args, **kwargs)
-        with self._timed("saving"):
-            super()._save_checkpoint(*args, **kwargs)
