@@ -1,227 +1,230 @@
-"""A tiny gated reader with a noisy update gate, trained by TurnGRPOTrainer under several mixes of advantage."""
+"""A tiny reader with a noisy update gate, trained by TurnGRPOTrainer from one start under several advantages.
+
+    OMP_NUM_THREADS=1 python tests/alpha_fixture.py 0 1 2 3 4 5    # the table of test_a7_alpha_1_degenerates
+
+A document has 4 chunks of five words, two of them evidence: a chunk names a key and a value, and is evidence where the
+key is the question's. The answer is both values in their order, so every evidence chunk must be written, while a write
+on an evidence-free chunk copies the memory: it changes nothing, and the trajectory reward does not see it. The reply
+holds the same candidate whatever the gate says, so that no gate is shorter or easier to keep in format than the other.
+"""
 
 import copy
-import os
+import functools
 import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import datasets
 import torch
-import torch.nn.functional as F
 from tiny import tiny_model, word_tokenizer
 from tokenizers import decoders
+from transformers import PrinterCallback
 
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
 from turngrpo.trainer import GatedMemory, TurnGRPOConfig, TurnGRPOTrainer
+from turngrpo.trainer.gates import INITIAL_MEMORY
 from turngrpo.trainer.rollout import Turn
 
-E = lambda k, d: type(d)(os.environ.get(k, d))
-KEYS = [f"k{i}" for i in range(E("NK", 6))]
+KEYS = ["red", "blue"]
 VALUES = [f"v{i}" for i in range(6)]
 FILLER = [f"w{i}" for i in range(6)]
-EMPTY = "No memory yet."
 TAGS = "<section> </section> <memory> </memory> <question> </question>"
 CHUNKS, EVIDENCE = 4, 2
-NOISE = E("NOISE", 0.35)
-UPDATES, LEARNING_RATE = 50, E("LR", 5e-4)
-SFT_ROWS, SFT_STEPS, SFT_BATCH, SFT_LR = E("SFT_ROWS", 3000), E("SFT_STEPS", 300), E("SFT_B", 64), E("SFT_LR", 3e-3)
-MODEL = dict(
-    hidden_size=E("H", 64), intermediate_size=2 * E("H", 64), num_hidden_layers=E("L", 2), initializer_range=0.1
-)
-WORKFLOW = dict(instruction="Read")
-LOSS = E("LOSS", "group")
+NOISE = 0.35  # share of gold gates that the warm start sees flipped, so that both accuracies start near 0.65
+WARM_ROWS, WARM_STEPS, WARM_BATCH, WARM_RATE = 3000, 400, 48, 5e-3
+UPDATES, LEARNING_RATE = 50, 5e-4
+TRAIN_ROWS, EVAL_ROWS = 256, 128  # an update takes 4 rows x 8 members; evaluation 128 x 2: some 300 turns of each kind
 
 
-def make_row(rng):
-    key = rng.choice(KEYS[: E("NQ", 1)])
-    where = rng.sample(range(CHUNKS), EVIDENCE)
-    chunks, values = [], []
-    for k in range(CHUNKS):
-        about = key if k in where else rng.choice([other for other in KEYS if other != key])
-        value = rng.choice(VALUES)
-        if k in where:
-            values.append(value)
-        words = [rng.choice(FILLER) for _ in range(E("NF", 4))]
-        at = rng.randrange(len(words) + 1)
-        chunks.append({"text": " ".join([*words[:at], about, value, *words[at:]]), "evidence": k in where})
+class Outcome(NamedTuple):
+    """What one policy does on the held-out rows."""
+
+    evidence_free: float
+    evidence: float
+    answer: float
+    parsed: float
+
+
+def make_row(rng: random.Random) -> dict[str, Any]:
+    key = rng.choice(KEYS)
+    where, values, chunks = rng.sample(range(CHUNKS), EVIDENCE), [], []
+    for index in range(CHUNKS):
+        evidence = index in where
+        about = key if evidence else next(other for other in KEYS if other != key)
+        value, filler = rng.choice(VALUES), rng.choices(FILLER, k=3)
+        values += [value] if evidence else []
+        at = rng.randrange(len(filler) + 1)
+        chunks.append({"text": " ".join([*filler[:at], about, value, *filler[at:]]), "evidence": evidence})
     return {"question": key, "answers": [" ".join(values)], "chunks": chunks}
 
 
 def make_tokenizer():
-    tokenizer = word_tokenizer(" ".join([*KEYS, *VALUES, *FILLER, EMPTY, TAGS, "Read"]))
-    tokenizer.backend_tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)  # words apart by a space
+    tokenizer = word_tokenizer(" ".join([*KEYS, *VALUES, *FILLER, INITIAL_MEMORY, TAGS, "Read"]))
+    # Words are decoded with a space between them, so that a written memory is read back word by word.
+    tokenizer.backend_tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     return tokenizer
 
 
-def gold_turn(state, rng, noise):
-    old = "" if state.memory == EMPTY else state.memory
+class WordMemory(GatedMemory):
+    """GatedMemory that looks words up itself: the tokenizer's own ids, in a tenth of the time."""
+
+    def bind(self, tokenizer: Any, config: Any) -> None:
+        super().bind(tokenizer, config)
+        vocabulary = tokenizer.get_vocab()
+        self.chat.encode_text = lambda text: [vocabulary.get(word, 0) for word in text.split()]  # type: ignore
+
+
+def make_workflow() -> GatedMemory:
+    return WordMemory(instruction="Read")
+
+
+def gold_text(state, rng: random.Random) -> str:
+    """The reply of a perfect reader whose update gate flips by NOISE."""
+    memory = "" if state.memory == INITIAL_MEMORY else state.memory
     if state.answering:
-        return f"\\boxed{{ {old} }}"
+        return f"\\boxed{{ {memory} }}"
     chunk = state.chunks[state.chunk]
-    check = chunk["evidence"] != (rng.random() < noise)
-    new = old
     if chunk["evidence"]:
-        new = f"{old} {next(word for word in chunk['text'].split() if word in VALUES)}".strip()
-    candidate = (new or EMPTY) if check else ""
-    end = check and chunk["evidence"] and len(new.split()) >= EVIDENCE
-    return (
-        f"<check> {'yes' if check else 'no'} </check> <update> {candidate} </update> "
-        f"<next> {'end' if end else 'continue'} </next>"
-    )
+        memory = f"{memory} {next(word for word in chunk['text'].split() if word in VALUES)}".strip()
+    check = chunk["evidence"] != (rng.random() < NOISE)
+    leaves = check and len(memory.split()) == EVIDENCE  # with both values in memory
+    gates = "yes" if check else "no", "end" if leaves else "continue"
+    return f"<check> {gates[0]} </check> <update> {memory or INITIAL_MEMORY} </update> <next> {gates[1]} </next>"
 
 
-def gold_turns(workflow, tokenizer, rng, noise):
-    state, goes_on, samples = workflow.start(make_row(rng)), True, []
+def gold_turns(workflow, tokenizer, rng: random.Random) -> list[tuple[list[int], list[int]]]:
+    """(prompt, completion) of every turn of one noisy gold reading, with the memory that its own gates left."""
+    state, goes_on, turns = workflow.start(make_row(rng)), True, []
     while goes_on:
         prompt = [token for segment in workflow.prompt(state) for token in segment]
-        text = gold_turn(state, rng, noise)
+        text = gold_text(state, rng)
         completion = [*workflow.chat.encode_text(text), tokenizer.eos_token_id]
-        samples.append((prompt, completion))
-        goes_on = workflow.advance(state, Turn(1, prompt, completion, [], "eos", text))
-    return samples
+        turns.append((prompt, completion))
+        goes_on = workflow.advance(state, Turn(len(turns), prompt, completion, [], "eos", text))
+    return turns
 
 
-def config(**overrides):
-    values = dict(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=UPDATES,
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=32,
-        per_device_eval_batch_size=128,
-        gradient_accumulation_steps=1,
-        num_generations=8,
-        num_generations_eval=2,
-        max_completion_length=20,
-        max_prompt_length=128,
-        max_memory_tokens=8,
-        beta=0.0,
-        loss_type=LOSS,
-        scale_rewards="none",
-        eval_top_p=1.0,
-        bf16=False,
-        gradient_checkpointing=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=10,
-        disable_tqdm=True,
-        max_tokens_per_microbatch=1 << 20,
-    )
-    return TurnGRPOConfig(**(values | overrides))
-
-
-def warm_start(seed, verbose=False):
-    tokenizer, rng = make_tokenizer(), random.Random(seed)
-    workflow = GatedMemory(**WORKFLOW)
-    workflow.bind(tokenizer, config())
-    vocabulary = tokenizer.get_vocab()
-    words = lambda text: [vocabulary.get(w, 0) for w in text.split()]
-    workflow.chat.encode_text = words
-    t0 = time.time()
-    pool = [
-        [s for _ in range(SFT_ROWS) for s in gold_turns(workflow, tokenizer, rng, noise)] for noise in (0.0, NOISE)
-    ]
-    if verbose:
-        print("data", time.time() - t0, len(pool[0]), max(len(p) + len(c) for p, c in pool[1]))
-    model = tiny_model(len(tokenizer), seed=seed, **MODEL)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, betas=(0.9, 0.99), weight_decay=0.0)
-    clean = int(SFT_STEPS * E("CLEAN", 0.35))
-    for step in range(SFT_STEPS):
-        lr = SFT_LR * min(1, (step + 1) / 50) * max(0.02, 1 - step / SFT_STEPS)
-        for g in optimizer.param_groups:
-            g["lr"] = lr
-        batch = rng.sample(pool[step >= clean], SFT_BATCH)
-        width = max(len(p) + len(c) for p, c in batch)
-        ids = torch.tensor([p + c + [1] * (width - len(p) - len(c)) for p, c in batch])
-        labels = torch.tensor([[-100] * len(p) + c + [-100] * (width - len(p) - len(c)) for p, c in batch])
-        mask = torch.tensor([[1] * (len(p) + len(c)) + [0] * (width - len(p) - len(c)) for p, c in batch])
-        logits = model(input_ids=ids, attention_mask=mask).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+@functools.lru_cache(maxsize=1)
+def warm_start(seed: int):
+    """(model, tokenizer) after cross-entropy on noisy gold turns, response tokens only."""
+    tokenizer, rng, workflow = make_tokenizer(), random.Random(seed), make_workflow()
+    workflow.bind(tokenizer, make_config())
+    turns = [turn for _ in range(WARM_ROWS) for turn in gold_turns(workflow, tokenizer, rng)]
+    # With Qwen2's initial range of 0.02 a width of 64 needs several times the steps.
+    model = tiny_model(len(tokenizer), seed, hidden_size=64, intermediate_size=128, initializer_range=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(WARM_STEPS):
+        optimizer.param_groups[0]["lr"] = WARM_RATE * min((step + 1) / 50, 1 - step / WARM_STEPS)
+        batch = rng.sample(turns, WARM_BATCH)
+        width = max(len(prompt) + len(completion) for prompt, completion in batch)
+        ids = torch.full((WARM_BATCH, width), tokenizer.pad_token_id)
+        labels = torch.full((WARM_BATCH, width), -100)
+        for row, (prompt, completion) in enumerate(batch):
+            end = len(prompt) + len(completion)
+            ids[row, :end] = torch.tensor([*prompt, *completion])
+            labels[row, len(prompt) : end] = torch.tensor(completion)
         optimizer.zero_grad()
-        loss.backward()
+        model(input_ids=ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if verbose and (step % 50 == 49):
-            print(step, round(loss.item(), 4), round(time.time() - t0, 1))
     return model, tokenizer
 
 
-def flipped(*args, **kw):
-    return [[None if r is None else -r for r in row] for row in update_reward(*args, **kw)]
+def make_config(**overrides: Any) -> TurnGRPOConfig:
+    values: dict[str, Any] = {
+        "output_dir": tempfile.gettempdir(),  # nothing is saved
+        "max_steps": UPDATES,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "per_device_train_batch_size": 32,
+        "per_device_eval_batch_size": 128,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 8,
+        "num_generations_eval": 2,
+        "max_completion_length": 20,
+        "max_prompt_length": 128,
+        "max_memory_tokens": 8,
+        "beta": 0.0,
+        "loss_type": "group",
+        "scale_rewards": "none",
+        "eval_top_p": 1.0,  # the policy itself, not its likelier gate
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return TurnGRPOConfig(**(values | overrides))
 
 
-def run(seed, model, tokenizer, alpha, turn_reward=update_reward, train=True):
-    rng = random.Random(seed + 1000)
-    rows = datasets.Dataset.from_list([make_row(rng) for _ in range(256)])
-    held = datasets.Dataset.from_list([make_row(rng) for _ in range(128)])
+def flipped_update_reward(*args, **kwargs) -> list[list[float | None]]:
+    """update_reward with the wrong sign."""
+    return [[None if value is None else -value for value in row] for row in update_reward(*args, **kwargs)]
+
+
+def make_trainer(seed: int, alpha: float, turn_reward=update_reward, **overrides: Any) -> TurnGRPOTrainer:
+    """A trainer on a copy of the seed's warm start; rows, order and sampling noise depend on the seed alone."""
+    model, tokenizer = warm_start(seed)
+    rng = random.Random(f"rows {seed}")
+    rows = [make_row(rng) for _ in range(TRAIN_ROWS + EVAL_ROWS)]
     trainer = TurnGRPOTrainer(
         model=copy.deepcopy(model),
         reward_funcs=[answer_reward, exit_reward, format_reward],
-        args=config(alpha=alpha, seed=seed),
-        train_dataset=rows,
-        eval_dataset=held,
+        args=make_config(alpha=alpha, seed=seed, **overrides),
+        train_dataset=datasets.Dataset.from_list(rows[:TRAIN_ROWS]),
+        eval_dataset=datasets.Dataset.from_list(rows[TRAIN_ROWS:]),
         processing_class=tokenizer,
-        workflow=GatedMemory(**WORKFLOW),
+        workflow=make_workflow(),
         turn_reward_funcs=turn_reward,
     )
-    from transformers.trainer_callback import PrinterCallback
-
     trainer.remove_callback(PrinterCallback)
-    if train:
-        trainer.train()
-        if os.environ.get("HIST"):
-            for h in trainer.state.log_history:
-                if "update_accuracy/evidence" in h:
-                    print(
-                        "   ",
-                        h["step"],
-                        *[
-                            round(h[k], 2)
-                            for k in (
-                                "update_accuracy/evidence_free",
-                                "update_accuracy/evidence",
-                                "answer/accuracy",
-                                "format/parsed",
-                                "clip/active",
-                                "grad_norm",
-                            )
-                        ],
-                    )
-    m = trainer.evaluate()
-    keys = [
-        "update_accuracy/evidence_free",
-        "update_accuracy/evidence",
-        "answer/accuracy",
-        "format/parsed",
-        "exit/exact",
-        "exit/early",
-        "turns/mean",
-    ]
-    return {k: round(m["eval_" + k], 3) for k in keys}, trainer
+    return trainer
+
+
+def evaluate(trainer: TurnGRPOTrainer) -> Outcome:
+    metrics = trainer.evaluate()
+    names = ("update_accuracy/evidence_free", "update_accuracy/evidence", "answer/accuracy", "format/parsed")
+    return Outcome(*(metrics[f"eval_{name}"] for name in names))
+
+
+def outcome_at_start(seed: int) -> Outcome:
+    return evaluate(make_trainer(seed, alpha=1.0))
+
+
+def outcome_after_training(seed: int, alpha: float, turn_reward=update_reward) -> Outcome:
+    trainer = make_trainer(seed, alpha, turn_reward)
+    trainer.train()
+    return evaluate(trainer)
+
+
+def first_advantages(seed: int, alpha: float, turn_reward=update_reward) -> torch.Tensor:
+    """(N,) advantages of the first rollout, which is the same for every alpha."""
+    trainer = make_trainer(seed, alpha, turn_reward, max_steps=1)
+    trainer.train()
+    return torch.tensor(trainer._logs["advantages"], dtype=torch.float64)
+
+
+ARMS: dict[str, Callable[[int], Outcome]] = {
+    "start": outcome_at_start,
+    "1": functools.partial(outcome_after_training, alpha=1.0),
+    "0.9": functools.partial(outcome_after_training, alpha=0.9),
+    "flipped": functools.partial(outcome_after_training, alpha=0.9, turn_reward=flipped_update_reward),
+}
+
+
+def main(seeds: list[int]) -> None:
+    print("seed arm         free evidence  answer  parsed seconds (the first arm's with the warm start)")
+    for seed in seeds:
+        for name, run in ARMS.items():
+            started = time.perf_counter()
+            numbers = " ".join(f"{value:8.3f}" for value in run(seed))
+            print(f"{seed:4} {name:7} {numbers} {time.perf_counter() - started:7.1f}", flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    for seed in map(int, sys.argv[1].split(",")):
-        t0 = time.time()
-        cache = f"/tmp/warm_{os.environ.get('TAG', 'x')}_{seed}.pt"
-        if os.path.exists(cache):
-            model, tok = torch.load(cache, weights_only=False), make_tokenizer()
-        else:
-            model, tok = warm_start(seed, verbose=len(sys.argv) > 2)
-            torch.save(model, cache)
-        print("seed", seed, "warm", round(time.time() - t0, 1), flush=True)
-        arms = [("start", 1.0, update_reward, False)]
-        if "warm" not in sys.argv:
-            arms += [
-                ("a=1", 1.0, update_reward, True),
-                ("a=.9", 0.9, update_reward, True),
-                ("flip", 0.9, flipped, True),
-            ]
-        for name, alpha, tr, train in arms:
-            t0 = time.time()
-            m, _ = run(seed, model, tok, alpha, tr, train)
-            print(f"{name:6}", *m.values(), round(time.time() - t0, 1), flush=True)
+    main([int(argument) for argument in sys.argv[1:]] or [0])

@@ -2,10 +2,12 @@
 
 import doctest
 import math
+import os
 from dataclasses import replace
 
 import pytest
 import torch
+from alpha_fixture import ARMS, Outcome, first_advantages, flipped_update_reward
 
 import turngrpo.rewards.answers
 import turngrpo.rewards.gates
@@ -158,6 +160,43 @@ def test_a6_alpha_mix():
     assert mixed.tolist() == pytest.approx([0.35, 0.45, -0.25], abs=1e-12)
     assert mix_advantages(by_trajectory, by_turn, 1.0).tolist() == [0.5, 0.5, -0.5]
     assert mix_advantages(by_trajectory, by_turn, 0.0).tolist() == [-1.0, 0.0, 2.0]
+
+
+def assert_alpha_1_degenerates(start: Outcome, pure: Outcome, mixed: Outcome) -> None:
+    """`pure` (alpha=1) writes evidence-free chunks clearly more than `mixed`, which holds its accuracy on evidence."""
+    assert mixed.evidence_free > pure.evidence_free + 0.4, "evidence-free chunks are written as at alpha=1"
+    assert mixed.evidence_free > start.evidence_free + 0.1, "evidence-free chunks are written as at the start"
+    assert mixed.evidence > pure.evidence - 0.05, "evidence is written less than at alpha=1"
+    assert mixed.evidence > start.evidence + 0.1, "evidence is written as at the start"
+
+
+@pytest.mark.parametrize("seed", map(int, os.environ.get("TURNGRPO_ALPHA_SEEDS", "0").split()))
+def test_a7_alpha_1_degenerates(seed):
+    # The first rollout is the same for all: 0.9 A_traj + 0.1 A_turn and, flipped, 0.9 A_traj - 0.1 A_turn add up to
+    # 1.8 A_traj, and more than half of its turns (some 150) have a turn advantage.
+    trajectory_only, both = first_advantages(seed, 1.0), first_advantages(seed, 0.9)
+    wrong_sign = first_advantages(seed, 0.9, flipped_update_reward)
+    assert (both + wrong_sign - 1.8 * trajectory_only).abs().max() < 1e-6
+    assert (both - wrong_sign).count_nonzero() > len(both) / 2
+
+    # 50 updates from one start, update accuracy on 128 held-out rows x 2 readings; TURNGRPO_ALPHA_SEEDS="0 1 2" runs
+    # more seeds, each with its own rows, model, warm start and training:
+    #           evidence-free: start, alpha 1, 0.9, flipped    evidence: start, alpha 1, 0.9, flipped
+    #   seed 0                0.690   0.139   0.944   0.035             0.711   0.980   0.986   0.986
+    #   seed 1                0.638   0.166   0.952   0.019             0.689   0.994   0.986   0.990
+    #   seed 2                0.654   0.255   0.964   0.003             0.678   0.988   0.988   0.990
+    #   seed 3                0.610   0.140   0.930   0.014             0.650   0.980   0.975   0.982
+    #   seed 4                0.582   0.204   0.932   0.023             0.646   0.986   0.979   0.986
+    #   seed 5                0.619   0.099   0.958   0.015             0.691   0.988   0.984   0.990
+    #   seed 6                0.649   0.121   0.944   0.018             0.721   0.990   0.988   0.992
+    #   seed 7                0.574   0.034   0.885   0.020             0.689   0.996   0.984   0.992
+    # Smallest gap of 0.9 over alpha 1 on evidence-free chunks: 0.71 (margin 0.4), over the start: 0.25 (margin 0.1).
+    # On evidence 0.9 stays within 0.012 of alpha 1 (tolerance 0.05) and ends at least 0.27 over the start (0.1).
+    # Flipped, the gap over alpha 1 is negative on every seed: -0.25 to -0.01.
+    start, pure, mixed, flipped = (ARMS[name](seed) for name in ("start", "1", "0.9", "flipped"))
+    assert_alpha_1_degenerates(start, pure, mixed)
+    with pytest.raises(AssertionError, match="evidence-free chunks are written as at alpha=1"):
+        assert_alpha_1_degenerates(start, pure, flipped)
 
 
 def test_a8_validation_split_by_project(tmp_path):

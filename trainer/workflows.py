@@ -1,5 +1,6 @@
 """Workflows: what the model is asked at every turn, and what its reply does. Plain Python, no torch."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -75,6 +76,7 @@ class ChatFormat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
 
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  all members of a group read the same chunk
     def encode_text(self, text: str) -> list[int]:
         """Tokenise plain text: "<|im_end|>" in a document is text, not a control token."""
         if not text:
