@@ -65,6 +65,15 @@ def read_corpus(path: str, fraction: float, seed: int, tokenizer: Any, chunk_siz
     return load_corpus(path, fraction, seed, tokenizer, chunk_size)
 
 
+def sample_rows(data: Any, count: int | None, seed: int) -> Any:
+    """Return `count` rows from everywhere in the split, the same ones for the same seed; all in order without one."""
+    if count is None or count >= len(data):
+        return data
+    if count < 1:
+        raise ValueError(f"found {count} rows to evaluate on, expected 1 or more")
+    return data.shuffle(seed=seed).select(range(count))
+
+
 def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokenizerBase:
     """Load a tokenizer with a pad token; ValueError where no model was named."""
     if name is None:
@@ -100,12 +109,7 @@ def empty_model(options: ModelConfig) -> PreTrainedModel:
 
 def evaluation_config(**values: Any) -> TurnGRPOConfig:
     """Return a config that only evaluates: nothing is written, no training precision is asked for."""
-    fixed: dict[str, Any] = {
-        "output_dir": "unused",
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-    }
+    fixed: dict[str, Any] = {"output_dir": "unused", "bf16": False, "gradient_checkpointing": False}
     return TurnGRPOConfig(**(fixed | values), report_to="none", use_cpu=not torch.cuda.is_available())
 
 

@@ -1,13 +1,14 @@
-"""The start of the quickstart: a needle corpus and a tiny Qwen3 model with a deliberately imperfect warm start.
+"""The start of the quickstart: a needle corpus and a tiny Qwen2 model with a deliberately imperfect warm start.
 
     python scripts/train.py                       # calls this, then trains, evaluates and exports (two CPU cores)
 
 Everything is made on the spot, nothing is downloaded.
 """
 
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +17,11 @@ from typing import Any
 import torch
 from common import make_workflow
 from sft import corpus_examples, fit
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import (
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    TrainerCallback,
-)
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, TrainerCallback
 from trl import SFTConfig
 
 from turngrpo.data_prep import build_needle_corpus, load_corpus, write_corpus
-from turngrpo.data_prep.needle import ADJECTIVES, SHARED_KEYS, SHARED_NOUNS, VALUES, VERBS
 from turngrpo.trainer.gates import ANSWER_INSTRUCTION, INITIAL_MEMORY
 
 INSTRUCTION = "read the section . reply with check , update and next ."
@@ -35,12 +29,12 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TAGS = [
-    f"<{slash}{name}>" for name in "think check update next question section memory".split() for slash in ("", "/")
-]
-LEARNING_RATE = 5e-3
+BLOCKS = ("think", "check", "update", "next", "question", "section", "memory")
+TAGS = [*(f"<{slash}{name}>" for name in BLOCKS for slash in ("", "/")), "\\boxed{"]
+LEARNING_RATE = 2e-3
 MEMORY_TOKENS = 16
 VALIDATION_FRACTION = 0.2
+READ_ON = 0.3  # share of the gold readings that go on after the last evidence
 
 
 @dataclass(frozen=True)
@@ -52,60 +46,62 @@ class StartOptions:
     chunks: int = 4
     words_per_chunk: int = 16
     reading_updates: int = 600  # at most, with clean gates: to read, compare and copy
-    learnt: float = 0.015  # loss per token at which that is learnt and the stage ends
-    spoiling_updates: int = 40  # with noisy gates: to be wrong often, so that there is something to learn
+    learnt: float = 0.01  # loss per token at which that is learnt and the stage ends
+    spoiling_updates: int = 180  # with noisy gates: to be wrong often, so that there is something to learn
     gate_noise: float = 0.3
-    batch_size: int = 64
+    batch_size: int = 32
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per word of the needle corpus, gate tag and prompt word, else `<unk>`."""
-    words = "yes no continue end user assistant \\boxed{ } the code of is what ? .".split()
-    words += [*VALUES, *ADJECTIVES, *VERBS, *SHARED_KEYS, *SHARED_NOUNS]
-    words += f"{INSTRUCTION} {ANSWER_INSTRUCTION} {INITIAL_MEMORY}".replace("\\boxed{}", "").split()
-    vocabulary = {word: index for index, word in enumerate(dict.fromkeys(["<unk>", *TAGS, *words]))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    split = pre_tokenizers.Split(Regex(r"</?\w+>|\\boxed\{|\}"), "isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.WhitespaceSplit()])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
+def train_tokenizer(texts: Sequence[str]) -> Qwen2Tokenizer:
+    """Train a byte-level BPE tokenizer of Qwen2's class on the corpus and the prompts; gate tags are single tokens.
+
+    Its vocabulary has room for every word with and without the space before it; digits stay single, as in Qwen2.
+    """
+    bare = Qwen2Tokenizer().backend_tokenizer
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer, tokenizer.pre_tokenizer = bare.normalizer, bare.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    prompts = [INSTRUCTION, ANSWER_INSTRUCTION, INITIAL_MEMORY, "user\n assistant\n", *"yes no continue end".split()]
+    tokenizer.train_from_iterator([*texts, *prompts * 100], trainer)
+    learnt = json.loads(tokenizer.to_str())["model"]
+    fast = Qwen2Tokenizer(
+        vocab=learnt["vocab"],
+        merges=[tuple(pair) for pair in learnt["merges"]],  # type: ignore[misc]
         eos_token="<|im_end|>",
-        pad_token="<|pad|>",
         additional_special_tokens=["<|im_start|>"],
     )
+    fast.add_tokens(TAGS)
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) -> Qwen3ForCausalLM:
-    """Return a randomly initialised Qwen3 model, about 100,000 parameters in float32.
-
-    Of a folder that holds a Qwen2 model transformers would load Qwen2's own tokenizer, whatever is saved with it.
-    """
+def tiny_model(tokenizer: PreTrainedTokenizerBase, seed: int, **overrides: Any) -> Qwen2ForCausalLM:
+    """Return a randomly initialised Qwen2 model, about 250,000 parameters in float32."""
     torch.manual_seed(seed)
     config: dict[str, Any] = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
+        "hidden_size": 96,
+        "intermediate_size": 192,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "initializer_range": 0.1,  # as wide as one over the root of so few dimensions
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "initializer_range": 0.06,
         "max_position_embeddings": 256,
         "tie_word_embeddings": True,
         "bos_token_id": None,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    return Qwen3ForCausalLM(Qwen3Config(**(config | overrides)))
+    return Qwen2ForCausalLM(Qwen2Config(**(config | overrides)))
 
 
-def compare_keys(row: Mapping[str, Any], chunk: Mapping[str, Any]) -> str:
-    """Return the think block of a gold turn: the key that is asked for, and the key that the section tells of."""
-    keys = [re.search(r"code of (\w+)", text) for text in (row["question"], chunk["text"])]
-    return " ".join(match[1] for match in keys if match)
+def look_up(row: Mapping[str, Any], chunk: Mapping[str, Any]) -> str:
+    """Return the think block of a gold turn: the key with its code where the section tells it, else with a "?"."""
+    key = re.findall(r"code of (\w+)", row["question"])[0]
+    found = re.search(rf"code of ({key} is \w+)", chunk["text"])
+    return f" {found[1]}" if found else f" {key} ?"
 
 
 class StopWhenLearnt(TrainerCallback):
@@ -118,18 +114,20 @@ class StopWhenLearnt(TrainerCallback):
         control.should_training_stop |= bool(logs) and logs.get("loss", math.inf) < self.loss
 
 
-def sft_config(folder: Path, updates: int, learning_rate: float, batch_size: int, seed: int) -> SFTConfig:
+def sft_config(
+    folder: Path, updates: int, learning_rate: float, schedule: str, batch_size: int, seed: int
+) -> SFTConfig:
     """Return the config of one stage of the warm start; nothing is saved on the way."""
     return SFTConfig(
         str(folder / "sft"),
         max_steps=updates,
         per_device_train_batch_size=batch_size,
         learning_rate=learning_rate,
-        lr_scheduler_type="constant_with_warmup",
+        lr_scheduler_type=schedule,
         warmup_steps=20,
         adam_beta2=0.98,
         weight_decay=0.01,
-        logging_steps=10,
+        logging_steps=20,
         save_strategy="no",
         report_to="none",
         use_cpu=True,
@@ -139,8 +137,8 @@ def sft_config(folder: Path, updates: int, learning_rate: float, batch_size: int
     )
 
 
-def prepare(folder: Path, seed: int = 0, options: StartOptions | None = None) -> tuple[Path, Path]:
-    """Write the corpus and the warm-started model under `folder`; returns (model folder, corpus file)."""
+def prepare(folder: Path, seed: int = 0, options: StartOptions | None = None) -> None:
+    """Write the corpus (corpus.jsonl) and the warm-started model (model/) under `folder`."""
     options = options or StartOptions()
     folder.mkdir(parents=True, exist_ok=True)
     corpus, model_folder = folder / "corpus.jsonl", folder / "model"
@@ -154,20 +152,17 @@ def prepare(folder: Path, seed: int = 0, options: StartOptions | None = None) ->
         shared_keys=True,
     )
     write_corpus(corpus, manifest, rows, overwrite=True)
-    tokenizer = word_tokenizer()
+    tokenizer = train_tokenizer([f"{row['question']}\n{chunk['text']}" for row in rows for chunk in row["chunks"]])
     model = tiny_model(tokenizer, seed)
     workflow = make_workflow("gated", instruction=INSTRUCTION)
     workflow.bind(tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=MEMORY_TOKENS))
     train = load_corpus(corpus, VALIDATION_FRACTION, seed)["train"]
-    stages = (
-        (options.reading_updates, 0.0, LEARNING_RATE, [StopWhenLearnt(options.learnt)]),
-        (options.spoiling_updates, options.gate_noise, LEARNING_RATE / 5, None),
-    )
-    for updates, noise, learning_rate, callbacks in stages:
+    reading = options.reading_updates, 0.0, LEARNING_RATE, "constant_with_warmup", [StopWhenLearnt(options.learnt)]
+    spoiling = options.spoiling_updates, options.gate_noise, LEARNING_RATE / 2, "linear", None
+    for updates, noise, learning_rate, schedule, callbacks in (reading, spoiling):
         if updates:
-            examples, names = corpus_examples(train, workflow, noise, seed, think=compare_keys)
-            config = sft_config(folder, updates, learning_rate, options.batch_size, seed)
+            examples, names = corpus_examples(train, workflow, noise, seed, think=look_up, read_on=READ_ON)
+            config = sft_config(folder, updates, learning_rate, schedule, options.batch_size, seed)
             fit(model, tokenizer, examples, names, config, callbacks=callbacks)
     model.save_pretrained(model_folder)
     tokenizer.save_pretrained(model_folder)
-    return model_folder, corpus

@@ -1,6 +1,7 @@
 """What a run shows and keeps: one line per update, metrics.jsonl, curves.png, and the table of policies."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ COLUMNS = {
     "reward": "reward",
     "update_accuracy/balanced": "balanced",
     "update_accuracy/evidence": "evidence",
-    "update_accuracy/evidence_free": "free",
+    "update_accuracy/evidence_free": "evidence-free",
     "exit/exact": "exact exit",
     "answer/accuracy": "answer",
     "format/parsed": "parsed",
@@ -25,7 +26,7 @@ COLUMNS = {
 CURVES = (*list(COLUMNS)[:6], "kl")
 
 
-WIDTH = 130  # where the output is no terminal
+WIDTH = 150  # where the output is no terminal
 
 
 def make_console() -> Console:
@@ -48,7 +49,7 @@ class RunLog(TrainerCallback):
         self.history.append(record)
         with open(self.path, "a", encoding="utf-8") as file:
             file.write(json.dumps(record, default=float) + "\n")
-        shown = [f"{text} {logs[name]:.3f}" for name, text in COLUMNS.items() if name in logs]
+        shown = [f"{text} {logs[name]:.2f}" for name, text in COLUMNS.items() if name in logs]
         shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
         if shown:
             self.console.print(f"update {state.global_step}/{state.max_steps}  {'  '.join(shown)}", highlight=False)
@@ -60,6 +61,15 @@ def write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+def finite(value: Any) -> Any:
+    """Replace NaN and infinities by None, in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
@@ -85,9 +95,10 @@ def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
 
 def policies_table(policies: Mapping[str, Evaluation], title: str) -> Table:
     """Return one line per policy: the main metrics with half the width of their 95% intervals."""
-    table = Table("policy", title=title)
+    table = Table(title=title)
+    table.add_column("policy", no_wrap=True)
     for heading in COLUMNS.values():
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for label, evaluation in policies.items():
         table.add_row(label, *(cell(evaluation, name) for name in COLUMNS))
     return table
@@ -101,7 +112,7 @@ def cell(evaluation: Evaluation, name: str) -> str:
     if name not in evaluation.intervals:
         return value
     low, high = evaluation.intervals[name]
-    return f"{value} ±{(high - low) / 2:.3f}"
+    return f"{value} ±{(high - low) / 2:.2f}"
 
 
 def metrics_table(evaluations: Mapping[str, Evaluation], differences: Mapping[str, Any] | None = None) -> Table:

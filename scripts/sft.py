@@ -45,6 +45,7 @@ class SftArguments:
     layout: str | None = _option(None, "chunk_first or memory_first; the workflow's own when left out.")
     instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own when left out.")
     gate_noise: float = _option(0.0, "Probability in [0, 1) that a gold gate is flipped, for an imperfect start.")
+    read_on: float = _option(0.0, "Probability in [0, 1) that a gold reading goes on after the last evidence.")
     chunk_size: int = _option(5000, "Tokens per chunk where the corpus holds whole documents.")
     max_memory_tokens: int = _option(1024, "A memory longer than this is cut, as in training.")
 
@@ -73,11 +74,13 @@ def row_examples(
     gate_noise: float = 0.0,
     generator: random.Random | None = None,
     think: Callable[[Mapping[str, Any], Mapping[str, Any]], str] | None = None,
+    read_on: float = 0.0,
 ) -> list[dict[str, list[int]]]:
     """Return one tokenised example per turn along the gold trajectory of a row, the answer turn included.
 
     `workflow` is a bound GatedMemory or MemAgent; memory follows the gold gates whatever noise does to the targets.
-    Where noise keeps the reader after the last evidence, the chunks after it are read too (gold: write nothing, end).
+    Where noise, or chance with probability `read_on`, keeps the reader after the last evidence, the chunks after it
+    are read too (gold: write nothing, end).
     `think(row, chunk)` gives the text of the think block. Raises ValueError where a target would not parse.
     """
     generator = generator or random.Random(0)
@@ -88,15 +91,15 @@ def row_examples(
         if step <= len(gold):
             decision = GateDecision(gold[step - 1]["check"], gold[step - 1]["candidate"], gold[step - 1]["exit"])
         target = noisy_gates(decision, row, chunk, gate_noise, generator)
-        read_on = GateDecision(decision.check, decision.candidate, exit=False)
-        text, followed = gated_reply(target, think(row, chunk) if think else ""), gated_reply(read_on)
+        staying = GateDecision(decision.check, decision.candidate, exit=False)
+        text, followed = gated_reply(target, think(row, chunk) if think else ""), gated_reply(staying)
         if gated and parse_turn(text, "eos") is None:
             raise ValueError(f"row {row['id']!r}, step {step}: the gold turn does not parse: {text!r}")
         if not gated:  # every reply is the whole memory
             text = followed = decision.candidate or state.memory
         examples.append(tokenised(workflow, state, text))
         workflow.advance(state, Turn(step, [], [], [], "eos", followed))
-        if gated and step >= len(gold) and target.exit:
+        if gated and step >= len(gold) and target.exit and generator.random() >= read_on:
             break
     state.answering = True
     answer = f"\\boxed{{{row['answers'][0]}}}"
@@ -119,12 +122,17 @@ def with_completion(prompt: list[int], tokenizer: Any, completion: str) -> dict[
 
 
 def corpus_examples(
-    rows: Iterable[Mapping[str, Any]], workflow: Any, gate_noise: float = 0.0, seed: int = 0, think: Any = None
+    rows: Iterable[Mapping[str, Any]],
+    workflow: Any,
+    gate_noise: float = 0.0,
+    seed: int = 0,
+    think: Callable[[Mapping[str, Any], Mapping[str, Any]], str] | None = None,
+    read_on: float = 0.0,
 ) -> tuple[Dataset, list[str]]:
     """Return the examples of all rows and a name for each, for messages."""
     examples, names, generator = [], [], random.Random(seed)
     for row in tqdm(rows, desc="gold turns", unit="row", leave=False, delay=1):
-        turns = row_examples(row, workflow, gate_noise, generator, think)
+        turns = row_examples(row, workflow, gate_noise, generator, think, read_on)
         examples += turns
         names += [f"row {row['id']!r}, step {step}" for step in range(1, len(turns))] + [f"row {row['id']!r}, answer"]
     return Dataset.from_list(examples), names
@@ -197,6 +205,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("expected one of --corpus and --targets")
         if not 0 <= options.gate_noise < 1:
             raise ValueError(f"--gate_noise is {options.gate_noise}: expected a probability in [0, 1)")
+        if not 0 <= options.read_on < 1:
+            raise ValueError(f"--read_on is {options.read_on}: expected a probability in [0, 1)")
         tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
         if options.targets is not None:
             examples, names = target_examples(options.targets, tokenizer)
@@ -208,7 +218,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workflow.bind(
                 tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=options.max_memory_tokens)
             )
-            examples, names = corpus_examples(corpus["train"], workflow, options.gate_noise, config.seed)
+            examples, names = corpus_examples(
+                corpus["train"], workflow, options.gate_noise, config.seed, read_on=options.read_on
+            )
         model = load_model(model_options)
         check_lengths(examples, names, config.max_length)
     print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")

@@ -5,14 +5,13 @@
     python scripts/train.py --corpus code.jsonl --model_name_or_path Qwen/Qwen2.5-3B-Instruct --use_peft \
         --reward_funcs answer_reward exit_reward format_reward --turn_reward_funcs update_reward \
         --output_dir outputs/run --per_device_train_batch_size 8 --loss_type group
-    python scripts/train.py --workflow single_turn --dataset_name my/dataset --reward_funcs my_module.my_reward ...
+    python scripts/train.py --workflow single_turn --dataset_name prompts.jsonl --reward_funcs my_module.my_reward ...
 
 Without arguments it runs scripts/recipes/quickstart.yaml: corpus, tiny model, warm start and training within minutes
 on two CPU cores. The output directory gets summary.json, metrics.jsonl, curves.png, the checkpoints and, under LoRA,
 adapters/<name>/v0001.
 """
 
-import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 from common import (
     TRAJECTORY_REWARDS,
     TURN_REWARDS,
@@ -31,11 +31,14 @@ from common import (
     make_workflow,
     read_corpus,
     run_script,
+    sample_rows,
     setting_up,
 )
 from datasets import load_dataset
 from peft import get_peft_model
-from reporting import RunLog, make_console, policies_table, write_curves, write_json
+from quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
+from quickstart import prepare as prepare_start
+from reporting import RunLog, finite, make_console, policies_table, write_curves, write_json
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
@@ -66,10 +69,11 @@ class TrainArguments(ScriptArguments):
     instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own when left out.")
     reward_funcs: list[str] | None = _option(None, "Trajectory rewards by short name or dotted path.")
     turn_reward_funcs: list[str] | None = _option(None, "Turn rewards by short name or dotted path.")
-    validation_rows: int | None = _option(None, "Evaluate on the first so many validation rows; all when left out.")
+    validation_rows: int | None = _option(None, "Evaluate on a sample of so many validation rows; all when left out.")
     validation_members: int = _option(1, "Readings of every validation row, >= 1.")
     adapter_name: str | None = _option(None, "Name of the exported adapter; the output directory's when left out.")
     quickstart: bool = _option(False, "Make the needle corpus and the tiny warm-started model first.")
+    threads: int | None = _option(None, "CPU threads of torch; torch's own choice when left out.")
     dry_run: bool = _option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
 
 
@@ -120,6 +124,8 @@ def prepare(
         raise ValueError(f"--reward_funcs is missing: expected {', '.join(TRAJECTORY_REWARDS)}, or a dotted path")
     if options.validation_members < 1:
         raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
+    if options.quickstart:
+        options.instruction = options.instruction or INSTRUCTION
     workflow = make_workflow(options.workflow, options.layout, options.instruction)
     config.check_workflow_options()
     seconds: dict[str, float] = {}
@@ -143,13 +149,12 @@ def quickstart(
     options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
 ) -> None:
     """Make corpus and warm-started model and put their names into the options."""
-    from quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions, prepare
-
     console.rule("corpus, tiny model, warm start")
     size = StartOptions(reading_updates=0, spoiling_updates=0) if options.dry_run else StartOptions()
-    model, corpus = prepare(folder, config.seed, size)
+    model, corpus = folder / "model", folder / "corpus.jsonl"
+    if not (config.resume_from_checkpoint and corpus.is_file() and model.is_dir()):
+        prepare_start(folder, config.seed, size)
     options.corpus, model_options.model_name_or_path = str(corpus), str(model)
-    options.instruction = options.instruction or INSTRUCTION
     options.validation_fraction, options.split_seed = VALIDATION_FRACTION, config.seed
 
 
@@ -158,7 +163,10 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
     if options.workflow == "single_turn":
         if options.dataset_name is None or options.corpus is not None:
             raise ValueError("--workflow single_turn reads --dataset_name and no --corpus")
-        data = load_dataset(options.dataset_name, options.dataset_config)
+        if Path(options.dataset_name).is_file():
+            data = load_dataset("json", data_files=options.dataset_name)
+        else:
+            data = load_dataset(options.dataset_name, options.dataset_config)
         train, validation = data[options.dataset_train_split], data.get(options.dataset_test_split)
     else:
         if options.corpus is None or options.dataset_name is not None:
@@ -167,9 +175,7 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
             options.corpus, options.validation_fraction, options.split_seed, tokenizer, config.chunk_size
         )
         train, validation = data["train"], data["validation"]
-    if validation is not None and options.validation_rows is not None:
-        validation = validation.select(range(min(options.validation_rows, len(validation))))
-    return train, validation
+    return train, validation and sample_rows(validation, options.validation_rows, options.split_seed)
 
 
 def memory_estimate(run: Run) -> Table:
@@ -305,6 +311,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, started = make_console(), time.perf_counter()
     with setting_up():
         options, config, model_options = parser.parse_args_and_config(given)
+        if options.threads is not None:
+            if options.threads < 1:
+                raise ValueError(f"--threads is {options.threads}: expected 1 or more")
+            torch.set_num_threads(options.threads)
         if options.dry_run:
             with TemporaryDirectory() as folder:
                 dry_run(prepare(options, config, model_options, console, Path(folder)))
@@ -318,15 +328,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_json(path, finite(summary))
     console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
     return 0
-
-
-def finite(value: Any) -> Any:
-    """Replace NaN and infinities by None, in nested dicts and lists."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 if __name__ == "__main__":

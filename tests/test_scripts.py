@@ -34,12 +34,17 @@ SPEC_METRICS = (
 ).split()
 
 
+def tiny_tokenizer():
+    _, rows = build_needle_corpus("multi_key", 4, 20, 3, 8, shared_keys=True)
+    return quickstart.train_tokenizer([f"{row['question']}\n{c['text']}" for row in rows for c in row["chunks"]])
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     """Folder with `model` (random weights) and `corpus.jsonl` (two projects of 6 rows, 3 chunks)."""
     folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = quickstart.word_tokenizer()
-    quickstart.tiny_model(tokenizer, 0, hidden_size=32, head_dim=16).save_pretrained(folder / "model")
+    tokenizer = tiny_tokenizer()
+    quickstart.tiny_model(tokenizer, 0, hidden_size=48).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     manifest, rows = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
     write_corpus(folder / "corpus.jsonl", manifest, rows)
@@ -168,10 +173,7 @@ def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
     assert sft.main([*corpus, "--output_dir", str(folder), *steps, *READING, *PLAIN, "--disable_tqdm", "true"]) == 0
     losses = [log["loss"] for log in json.loads((folder / "sft.json").read_text())]
     assert losses[-1] < losses[0] - 0.5
-    assert (
-        common.load_tokenizer(str(folder))("<check>yes")["input_ids"]
-        == quickstart.word_tokenizer()("<check>yes")["input_ids"]
-    )
+    assert common.load_tokenizer(str(folder))("<check>yes")["input_ids"] == tiny_tokenizer()("<check>yes")["input_ids"]
     assert (folder / "model.safetensors").exists()
 
 
@@ -180,13 +182,13 @@ def test_sft_refuses_to_cut_an_example(tiny, tmp_path):
     rows = [{"prompt": "the code", "completion": "of lamp"}, {"prompt": "the code " * 20, "completion": "of lamp"}]
     targets.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = ["--targets", str(targets), "--model_name_or_path", str(tiny / "model"), *PLAIN]
-    with pytest.raises(common.SetupError, match=r"targets.jsonl, row 2: 43 tokens"):
+    with pytest.raises(common.SetupError, match=r"targets.jsonl, row 2: 4\d tokens"):
         sft.main([*arguments, "--output_dir", str(tmp_path / "out"), "--max_length", "20"])
 
 
 def bound_workflow():
     workflow = common.make_workflow("gated", instruction=quickstart.INSTRUCTION)
-    tokenizer = quickstart.word_tokenizer()
+    tokenizer = tiny_tokenizer()
     workflow.bind(tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=16))
     return workflow, tokenizer
 
@@ -210,7 +212,7 @@ def test_gold_examples_follow_the_gold_trajectory():
         texts.append(tokenizer.decode(example["input_ids"][start:-1]))
     assert parse_turn(texts[0], "eos") == GateDecision(False, "", False)
     assert parse_turn(texts[1], "eos") == GateDecision(True, "the code of lamp is 42 .", True)
-    assert texts[2] == "\\boxed{ 42 }" and len(texts) == 3
+    assert texts[2] == "\\boxed{42}" and len(texts) == 3
     state = workflow.start(needle_row(2))
     prompt = [token for segment in workflow.prompt(state) for token in segment]
     assert examples[0]["input_ids"][: len(prompt)] == prompt
