@@ -260,8 +260,8 @@ class Resumable:
             "ledger_position": 0 if self._ledger is None else self._ledger.position,
             "rollout": None if slices is None or consumed else rollout_state(slices[0].rollout),
             "metrics": {mode: dict(values) for mode, values in self._metrics.items()},
-            "logs": {name: _plain(self._logs[name]) for name in ("prompt", "completion", "advantages")}
-            | {name: {k: _plain(v) for k, v in self._logs[name].items()} for name in ("rewards", "extra")},
+            "logs": {name: list(self._logs[name]) for name in ("prompt", "completion", "advantages")}
+            | {name: {k: list(v) for k, v in self._logs[name].items()} for name in ("rewards", "extra")},
             "running_loss": (self._tr_loss, self._total_loss_scalar, self._globalstep_last_logged),
             "fingerprint": self.fingerprint,
         }
@@ -310,7 +310,3 @@ class Resumable:
     def _slices(self, rollout: ScoredRollout) -> list[TrainingSlice]:
         size, per_update = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
         return training_slices(rollout, size, per_update, self.loss_type)
-
-
-def _plain(values: Any) -> list[Any]:
-    return list(values)
