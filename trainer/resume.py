@@ -39,8 +39,8 @@ FREE_FIELDS = (
     "per_device_eval_batch_size num_generations_eval eval_temperature eval_top_p eval_seed push_to_hub hub_model_id "
     "hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_token resume_from_checkpoint "
     "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo dataloader_num_workers "
-    "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers rollout_batch_tokens ledger local_rank "
-    "deepspeed_plugin distributed_state _n_gpu"
+    "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers rollout_batch_tokens ledger "
+    "local_rank deepspeed_plugin distributed_state _n_gpu"
 ).split()
 LENGTH_FIELDS = ("max_steps", "num_train_epochs")  # a run may be extended; its schedule then changes
 
