@@ -36,10 +36,10 @@ def make_console() -> Console:
 
 
 class RunLog(TrainerCallback):
-    """Writes every log to metrics.jsonl as it comes and prints one line per update."""
+    """Writes every log to `path` as it comes, where there is one, and prints a line at every `every`-th update."""
 
-    def __init__(self, path: Path, console: Console):
-        self.path, self.console = path, console
+    def __init__(self, path: Path | None, console: Console, columns: Mapping[str, str] = COLUMNS, every: int = 1):
+        self.path, self.console, self.columns, self.every = path, console, columns, every
         self.history: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -47,11 +47,12 @@ class RunLog(TrainerCallback):
             return
         record = {"update": state.global_step, **logs}
         self.history.append(record)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record, default=float) + "\n")
-        shown = [f"{text} {logs[name]:.2f}" for name, text in COLUMNS.items() if name in logs]
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, default=float) + "\n")
+        shown = [f"{text} {logs[name]:.2f}" for name, text in self.columns.items() if name in logs]
         shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
-        if shown:
+        if shown and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
             self.console.print(f"update {state.global_step}/{state.max_steps}  {'  '.join(shown)}", highlight=False)
 
 

@@ -12,21 +12,29 @@ With --use_peft the adapter is saved, else the whole model, each with its tokeni
 
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from common import load_model, load_tokenizer, make_workflow, read_corpus, run_script, setting_up
 from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from turngrpo.data_prep import gold_turns
 from turngrpo.data_prep.gold import relevant_text
 from turngrpo.trainer import SingleTurn, Turn
+from turngrpo.trainer.batching import collate_turns, plan_microbatches
+from turngrpo.trainer.checkpoints import ExactCheckpoints
 from turngrpo.trainer.gates import GateDecision, parse_answer, parse_turn
+from turngrpo.trainer.policy import Policy, evaluating
+from turngrpo.trainer.scoring import score_turns
 
 
 def _option(default: Any, text: str) -> Any:
@@ -171,6 +179,67 @@ def check_lengths(examples: Dataset, names: Sequence[str], limit: int | None) ->
         )
 
 
+class ExactSFTTrainer(ExactCheckpoints, SFTTrainer):
+    """trl's SFTTrainer whose resumed runs end identical to uninterrupted ones, to the last bit.
+
+    `seconds` by purpose (optimisation, validation, saving) are kept outside the checkpoints.
+    """
+
+    _total_train_tokens: int
+    seconds: dict[str, float]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.seconds = {"optimisation": 0.0, "validation": 0.0, "saving": 0.0}
+        with self._timed("optimisation"):
+            output = super().train(*args, **kwargs)
+        self.seconds["optimisation"] -= self.seconds["validation"] + self.seconds["saving"]
+        return output
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - started
+
+    def _complete_state(self) -> dict[str, Any]:
+        return super()._complete_state() | {"train_tokens": self._total_train_tokens}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        super()._restore(state)
+        self._total_train_tokens = state["train_tokens"]
+
+
+def completion_nll(policy: Policy, examples: Dataset, pad_id: int, max_tokens: int = 16384) -> float:
+    """Return the negative log-likelihood in nats per completion token (EOS included), over all examples at once."""
+    turns = []
+    for ids, mask in zip(examples["input_ids"], examples["completion_mask"], strict=True):
+        prompt = mask.index(1)
+        turns.append(Turn(None, ids[:prompt], ids[prompt:], [0.0] * (len(ids) - prompt), "eos", ""))
+    device, total = next(policy.model.parameters()).device, 0.0
+    with evaluating(policy.model):
+        for rows in plan_microbatches([len(ids) for ids in examples["input_ids"]], max_tokens):
+            batch = collate_turns([turns[row] for row in rows], pad_id, device, torch.float32)
+            total -= float(score_turns(policy, batch, temperature=1.0).logprobs.double().sum())
+    return total / sum(len(turn.completion_ids) for turn in turns)
+
+
+class ValidationNLL(TrainerCallback):
+    """Logs `eval_nll` after every epoch; it is never used to choose anything."""
+
+    trainer: Any
+
+    def __init__(self, examples: Dataset):
+        self.examples = examples
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.epoch == int(state.epoch):
+            trainer = self.trainer
+            policy = Policy(trainer.model, trainer.accelerator.autocast)
+            with trainer._timed("validation"):
+                nll = completion_nll(policy, self.examples, trainer.processing_class.pad_token_id)
+            Trainer.log(trainer, {"eval_nll": nll})  # SFTTrainer.log would flush the averages of training
+
+
 def fit(
     model: Any,
     tokenizer: Any,
@@ -179,19 +248,28 @@ def fit(
     config: SFTConfig,
     peft_config: Any = None,
     callbacks: Any = None,
+    validation: Dataset | None = None,
+    optimizers: tuple[Any, Any] = (None, None),
 ) -> SFTTrainer:
-    """Train on examples made above through trl's SFTTrainer, nothing cut, loss on completions alone."""
+    """Train on examples made above through trl's SFTTrainer, nothing cut, loss on completions alone.
+
+    `validation` examples give `eval_nll` after every epoch; `optimizers` is (optimizer, scheduler), as in Trainer.
+    """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_lengths(examples, names, min(filter(None, (config.max_length, positions)), default=None))
     config.max_length, config.completion_only_loss = None, True
-    trainer = SFTTrainer(
+    measure = [ValidationNLL(validation)] if validation is not None else []
+    trainer = ExactSFTTrainer(
         model,
         config,
         train_dataset=examples,
         processing_class=tokenizer,
         peft_config=peft_config,
-        callbacks=callbacks,
+        callbacks=[*measure, *(callbacks or [])],
+        optimizers=optimizers,
     )
+    for callback in measure:
+        callback.trainer = trainer
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     return trainer
 

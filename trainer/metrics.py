@@ -13,10 +13,12 @@ from .rollout import Trajectory
 
 COST_NAMES = (
     "tokens/generation",
+    "tokens/behavior_check",
     "tokens/scoring",
     "tokens/reference",
     "tokens/optimisation",
     "time/generation",
+    "time/behavior_check",
     "time/scoring",
     "time/reference",
     "time/optimisation",

@@ -45,6 +45,11 @@ class Recording:
     def _add_cost(self, name: str, amount: float) -> None:
         self._costs[name] += amount
 
+    @property
+    def pending_costs(self) -> dict[str, float]:
+        """Costs since the last log, such as those of the last checkpoint."""
+        return dict(self._costs)
+
     # ---- updates ----
 
     def _meter_tokens(self, stats: Any, scores: Scores, kl: torch.Tensor | None, batch: TurnBatch) -> None:

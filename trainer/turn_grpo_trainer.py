@@ -306,10 +306,11 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
     def _check_behavior(self, rollout: ScoredRollout) -> None:
         """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
         lengths = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns]
-        with evaluating(self.model):
+        with evaluating(self.model), self._timed("behavior_check"):
             for indices in plan_microbatches(lengths, self.args.max_tokens_per_microbatch):
                 batch = self._collate(rollout, indices)
-                scores = score_turns(self.policy, batch, self.temperature, timed=self._timed)
+                self._add_cost("tokens/behavior_check", batch.tokens)
+                scores = score_turns(self.policy, batch, self.temperature)
                 self._compare_behavior(rollout, indices, batch, scores.logprobs)
 
     def _compare_behavior(

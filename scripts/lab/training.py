@@ -1,0 +1,220 @@
+"""The learning stages: supervised and GRPO branches, run straight, interrupted, or resumed from an archived state."""
+
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import load_model, load_tokenizer
+from datasets import Dataset
+from reporting import RunLog, make_console, write_json
+from sft import fit, target_examples
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, SFTConfig
+
+from turngrpo.rewards import stock_reward
+from turngrpo.trainer import SingleTurn, TurnGRPOConfig, TurnGRPOTrainer
+
+from .archive import archive_state, unpacked_state
+from .config import LabConfig
+from .stages import clean
+
+STATE, HISTORY, COSTS, ARCHIVE = "state.tar.zst", "history.json", "costs.json", "archive.json"
+SFT_COLUMNS = {"loss": "loss", "eval_nll": "validation NLL"}
+GRPO_COLUMNS = {"reward": "reward", "frac_reward_zero_std": "equal rewards", "loss": "loss"}
+
+
+def learning_rate_factor(update: int, updates: int, warmup: float, final: float) -> float:
+    """Return the learning rate of an update (from 0) over its peak: up to 1 in the warm-up, then linear to `final`.
+
+    The first update moves, the last update of the warm-up has the peak, and the last of all has `final`.
+
+    >>> [round(learning_rate_factor(k, 20, 0.1, 0.1), 3) for k in (0, 1, 2, 19)]
+    [0.5, 1.0, 0.95, 0.1]
+    """
+    rising = max(1, round(warmup * updates))
+    if update < rising:
+        return (update + 1) / rising
+    return 1 - (1 - final) * (update + 1 - rising) / max(1, updates - rising)
+
+
+def optimizers(model: torch.nn.Module, peak: float, updates: int, config: LabConfig) -> tuple[Any, Any]:
+    """Return AdamW with weight decay on every parameter, and its schedule."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=config.weight_decay)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        adamw, lambda update: learning_rate_factor(update, updates, config.warmup, config.final)
+    )
+    return adamw, schedule
+
+
+class Checkpoints(TrainerCallback):
+    """Saves every so many updates and at the end, which is after update `stop` where there is one."""
+
+    def __init__(self, every: int, stop: int | None):
+        self.every, self.stop = every, stop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self.stop
+        ends = control.should_training_stop or state.global_step == state.max_steps
+        control.should_save = ends or state.global_step % self.every == 0
+
+
+def common_options(folder: Path, config: LabConfig) -> dict[str, Any]:
+    """Return the config fields that supervised and GRPO branches share."""
+    return {
+        "output_dir": str(folder),
+        "max_grad_norm": config.max_grad_norm,
+        "weight_decay": config.weight_decay,
+        "logging_steps": 1,
+        "save_strategy": "no",  # Checkpoints decides
+        "save_total_limit": 1,
+        "seed": config.seed,
+        "report_to": "none",
+        "use_cpu": not torch.cuda.is_available(),
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+    }
+
+
+def callbacks(config: LabConfig, updates: int, stop: int | None, columns: Mapping[str, str]) -> list[TrainerCallback]:
+    """Return what saves, stops and reports."""
+    return [Checkpoints(config.save_every, stop), RunLog(None, make_console(), columns, every=max(1, updates // 5))]
+
+
+def load(path: Path) -> tuple[Any, Any]:
+    """Return (model, tokenizer) of a folder, in float32 with eager attention."""
+    model = load_model(ModelConfig(model_name_or_path=str(path), dtype="float32", attn_implementation="eager"))
+    return model, load_tokenizer(str(path))
+
+
+@contextmanager
+def starting_point(folder: Path, state: Path | None) -> Iterator[str | None]:
+    """Yield the checkpoint to go on from: what this stage saved before it was killed, else `state`, else none."""
+    clean(folder, "unpacked-*")
+    own = get_last_checkpoint(str(folder))
+    if own is not None or state is None:
+        yield own
+    else:
+        with unpacked_state(state, folder) as checkpoint:
+            yield str(checkpoint)
+
+
+def finish(folder: Path, trainer: Any, costs: dict[str, float], keep_model: bool) -> None:
+    """Leave the full state as an archive, the history, the costs and, where it will be used, the model."""
+    checkpoint = Path(folder, f"checkpoint-{trainer.state.global_step}")
+    archived = archive_state(checkpoint, folder / STATE)
+    write_json(folder / ARCHIVE, archived)
+    write_json(folder / HISTORY, trainer.state.log_history)
+    write_json(folder / COSTS, costs | {"time/archiving": archived["seconds"]})
+    if keep_model:
+        trainer.save_model(str(folder / "model"))
+        trainer.processing_class.save_pretrained(folder / "model")
+    clean(folder, "checkpoint-*")
+    clean(folder, "runs")
+
+
+def train_sft(
+    folder: Path,
+    config: LabConfig,
+    *,
+    model: Path,
+    examples: Path,
+    validation: Path,
+    epochs: int,
+    stop_epoch: int | None = None,
+    state: Path | None = None,
+    keep_model: bool = False,
+) -> None:
+    """Imitate the targets of `examples` for some epochs; `validation` is measured after each and chooses nothing."""
+    policy, tokenizer = load(model)
+    data, names = target_examples(str(examples), tokenizer)
+    held_out, _ = target_examples(str(validation), tokenizer)
+    per_epoch = -(-len(data) // config.batch_size)
+    updates = per_epoch * epochs
+    stop = None if stop_epoch is None else stop_epoch * per_epoch
+    with starting_point(folder, state) as checkpoint:
+        trainer: Any = fit(
+            policy,
+            tokenizer,
+            data,
+            names,
+            SFTConfig(
+                **common_options(folder, config),
+                num_train_epochs=epochs,
+                per_device_train_batch_size=config.micro_batch_size,
+                gradient_accumulation_steps=config.batch_size // config.micro_batch_size,
+                learning_rate=config.sft_learning_rate,
+                max_length=config.max_prompt_length + config.max_completion_length,
+                resume_from_checkpoint=checkpoint,
+            ),
+            callbacks=callbacks(config, updates, stop, SFT_COLUMNS),
+            validation=held_out,
+            optimizers=optimizers(policy, config.sft_learning_rate, updates, config),
+        )
+    costs = {f"time/{purpose}": seconds for purpose, seconds in trainer.seconds.items()}
+    finish(folder, trainer, costs, keep_model)
+
+
+def train_grpo(
+    folder: Path,
+    config: LabConfig,
+    *,
+    model: Path,
+    prompts: Path,
+    generations: int,
+    iterations: int,
+    stop_iteration: int | None = None,
+    state: Path | None = None,
+    rollouts: Path | None = None,
+    keep_model: bool = False,
+) -> None:
+    """Train by GRPO on the verifier's rewards; a resumed branch goes on with the interrupted one's ledger."""
+    policy, tokenizer = load(model)
+    updates = iterations * config.updates_per_rollout
+    stop = None if stop_iteration is None else stop_iteration * config.updates_per_rollout
+    trainer = TurnGRPOTrainer(
+        policy,
+        stock_reward,
+        TurnGRPOConfig(
+            **common_options(folder, config),
+            max_steps=updates,
+            per_device_train_batch_size=config.prompts * generations,
+            num_generations=generations,
+            num_iterations=config.updates_per_rollout,
+            learning_rate=config.grpo_learning_rate,
+            beta=config.beta,
+            alpha=1.0,
+            loss_type="grpo",
+            scale_rewards="group",
+            behavior_check="all",
+            max_prompt_length=config.max_prompt_length,
+            max_completion_length=config.max_completion_length,
+        ),
+        Dataset.from_json(str(prompts)),
+        processing_class=tokenizer,
+        callbacks=callbacks(config, updates, stop, GRPO_COLUMNS),
+        optimizers=optimizers(policy, config.grpo_learning_rate, updates, config),
+        workflow=SingleTurn(),
+    )
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    if rollouts is not None and not (folder / "rollouts").exists():
+        shutil.copytree(rollouts, folder / "rollouts", copy_function=shutil.copyfile)
+    with starting_point(folder, state) as checkpoint:
+        first = 0 if checkpoint is None else int(checkpoint.rpartition("-")[2])
+        trainer.train(resume_from_checkpoint=checkpoint)
+    finish(folder, trainer, process_costs(trainer, first), keep_model)
+
+
+def process_costs(trainer: TurnGRPOTrainer, first: int) -> dict[str, float]:
+    """Return the sums of time/* and tokens/* over this process's updates, those after update `first`."""
+    costs = dict(trainer.pending_costs)
+    for log in trainer.state.log_history:
+        if log["step"] > first:
+            for name in costs:
+                costs[name] += log.get(name, 0.0)
+    return costs

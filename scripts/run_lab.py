@@ -1,0 +1,81 @@
+"""Run the laboratory StockArithmetic-v1: data, warm start, SFT, GRPO, each also interrupted and resumed, test, report.
+
+    python scripts/run_lab.py --preset smoke --output outputs/lab_smoke
+    python scripts/run_lab.py --model Qwen/Qwen2.5-0.5B-Instruct --preset minimum --output outputs/lab
+
+`minimum` is the full experiment, `smoke` the same path on a tiny model within minutes on two CPU cores; any number of
+a preset can be changed by its flag. A run that was interrupted goes on with the same command: finished stages are never
+run or written again, a learning stage goes on from its last checkpoint. manifest.json has the SHA-256 of every
+artefact; report/ has results.json, report.md and the plots. Exits with 1 where a resumed branch did not end identical.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import SetupError, run_script, setting_up
+from lab.config import LabConfig
+from lab.experiment import stages
+from lab.stages import Laboratory
+from reporting import make_console
+from rich.markdown import Markdown
+from trl import TrlParser
+
+RECIPES = Path(__file__).parent / "recipes"
+PRESETS = ("minimum", "smoke")
+
+
+@dataclass
+class LabArguments:
+    """Which numbers, and where the run's files go."""
+
+    preset: str = field(default="minimum", metadata={"help": "minimum (the full experiment) or smoke."})
+    output: str = field(default="outputs/lab", metadata={"help": "Folder of the run, new or one to go on with."})
+
+
+def parse(arguments: Sequence[str]) -> tuple[LabArguments, LabConfig]:
+    """Return the options; the preset's recipe gives the defaults. Raises ValueError for an unknown preset."""
+    parser = TrlParser([LabArguments, LabConfig])  # type: ignore[list-item]
+    chosen = [given for flag, given in zip(arguments, arguments[1:], strict=False) if flag == "--preset"]
+    chosen += [given.removeprefix("--preset=") for given in arguments if given.startswith("--preset=")]
+    preset = chosen[-1] if chosen else PRESETS[0]
+    if preset not in PRESETS:
+        raise ValueError(f"--preset is {preset!r}: expected {' or '.join(PRESETS)}")
+    options, config = parser.parse_args_and_config(["--config", str(RECIPES / f"stock_{preset}.yaml"), *arguments])
+    return options, config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run every stage that has not finished, then show the report."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable products on a GPU
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    console = make_console()
+    with setting_up():
+        options, config = parse(list(sys.argv[1:] if arguments is None else arguments))
+        laboratory = Laboratory(Path(options.output), config, console)
+    with setting_up(), laboratory.locked():
+        try:
+            for stage in stages(config):
+                laboratory.run(stage)
+            checked = laboratory.verify()
+        except RuntimeError as error:
+            raise SetupError(str(error)) from error
+        except KeyboardInterrupt:
+            console.print("interrupted: the same command goes on from here")
+            return 130
+    report = Path(options.output) / "report"
+    console.print(Markdown((report / "report.md").read_text(encoding="utf-8").split("## Learning")[0]))
+    resumed = json.loads((report / "results.json").read_text(encoding="utf-8"))["resume"]
+    different = [name for name, one in resumed.items() if not one["identical"]]
+    console.print(f"{checked} artefacts have the SHA-256 of {options.output}/manifest.json", highlight=False)
+    console.print(f"{report}: report.md, results.json, plots", highlight=False)
+    if different:
+        console.print(f"NOT identical after a resume: {', '.join(different)}; see {options.output}/NAME/comparison")
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    run_script(main)
