@@ -4,8 +4,8 @@
     python scripts/run_lab.py --model Qwen/Qwen2.5-0.5B-Instruct --preset minimum --output outputs/lab
 
 `minimum` is the full experiment, `smoke` the same path on a tiny model within minutes on two CPU cores; any number of
-a preset can be changed by its flag. A run that was interrupted goes on with the same command: finished stages are never
-run or written again, a learning stage goes on from its last checkpoint. manifest.json has the SHA-256 of every
+a preset can be changed by its flag. A run that was interrupted goes on with the same command: finished stages are
+never run or written again, a learning stage goes on from its last checkpoint. manifest.json has the SHA-256 of every
 artefact; report/ has results.json, report.md and the plots. Exits with 1 where a resumed branch did not end identical.
 """
 

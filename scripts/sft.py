@@ -24,7 +24,7 @@ import torch
 from common import load_model, load_tokenizer, make_workflow, read_corpus, run_script, setting_up
 from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
-from transformers import Trainer, TrainerCallback
+from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 
 from turngrpo.data_prep import gold_turns
@@ -237,7 +237,9 @@ class ValidationNLL(TrainerCallback):
             policy = Policy(trainer.model, trainer.accelerator.autocast)
             with trainer._timed("validation"):
                 nll = completion_nll(policy, self.examples, trainer.processing_class.pad_token_id)
+            log_loss = control.should_log
             Trainer.log(trainer, {"eval_nll": nll})  # SFTTrainer.log would flush the averages of training
+            control.should_log = log_loss  # a log takes the request for one back
 
 
 def fit(
@@ -250,10 +252,12 @@ def fit(
     callbacks: Any = None,
     validation: Dataset | None = None,
     optimizers: tuple[Any, Any] = (None, None),
-) -> SFTTrainer:
+    log: TrainerCallback | None = None,
+) -> ExactSFTTrainer:
     """Train on examples made above through trl's SFTTrainer, nothing cut, loss on completions alone.
 
-    `validation` examples give `eval_nll` after every epoch; `optimizers` is (optimizer, scheduler), as in Trainer.
+    `validation` examples give `eval_nll` after every epoch; `optimizers` is (optimizer, scheduler), as in Trainer;
+    `log` replaces transformers' printing.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_lengths(examples, names, min(filter(None, (config.max_length, positions)), default=None))
@@ -270,6 +274,9 @@ def fit(
     )
     for callback in measure:
         callback.trainer = trainer
+    if log is not None:
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(log)
     trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     return trainer
 

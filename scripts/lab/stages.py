@@ -99,7 +99,7 @@ class Laboratory:
             self.console.print(f"{stage.name}: finished before", highlight=False)
             return
         inputs = {name: self.root / path for name, path in stage.inputs.items()}
-        read = {path: self._checked(path) for path in stage.inputs.values()}
+        read = {file: digest for path in stage.inputs.values() for file, digest in self._checked(path).items()}
         self.console.rule(stage.name)
         partial = final.with_name(f"{final.name}.partial")
         partial.mkdir(parents=True, exist_ok=True)
@@ -178,10 +178,12 @@ class Laboratory:
 
 def _in_process(run: Callable[..., None], folder: Path, config: LabConfig, arguments: dict[str, Any]) -> None:
     """What a stage's process does: set torch up, run, and leave its peak memory for the record."""
+    import datasets
     import torch
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    datasets.disable_progress_bars()
     warnings.filterwarnings("ignore", message="`gradient_checkpointing` is deprecated")
     if config.threads is not None:
         torch.set_num_threads(config.threads)

@@ -80,9 +80,9 @@ def common_options(folder: Path, config: LabConfig) -> dict[str, Any]:
     }
 
 
-def callbacks(config: LabConfig, updates: int, stop: int | None, columns: Mapping[str, str]) -> list[TrainerCallback]:
-    """Return what saves, stops and reports."""
-    return [Checkpoints(config.save_every, stop), RunLog(None, make_console(), columns, every=max(1, updates // 5))]
+def run_log(updates: int, columns: Mapping[str, str]) -> RunLog:
+    """Return what prints a line now and then; the whole history is kept in the state."""
+    return RunLog(None, make_console(), columns, every=max(1, updates // 5))
 
 
 def load(path: Path) -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ def train_sft(
     updates = per_epoch * epochs
     stop = None if stop_epoch is None else stop_epoch * per_epoch
     with starting_point(folder, state) as checkpoint:
-        trainer: Any = fit(
+        trainer = fit(
             policy,
             tokenizer,
             data,
@@ -151,9 +151,10 @@ def train_sft(
                 max_length=config.max_prompt_length + config.max_completion_length,
                 resume_from_checkpoint=checkpoint,
             ),
-            callbacks=callbacks(config, updates, stop, SFT_COLUMNS),
+            callbacks=[Checkpoints(config.save_every, stop)],
             validation=held_out,
             optimizers=optimizers(policy, config.sft_learning_rate, updates, config),
+            log=run_log(updates, SFT_COLUMNS),
         )
     costs = {f"time/{purpose}": seconds for purpose, seconds in trainer.seconds.items()}
     finish(folder, trainer, costs, keep_model)
@@ -196,7 +197,7 @@ def train_grpo(
         ),
         Dataset.from_json(str(prompts)),
         processing_class=tokenizer,
-        callbacks=callbacks(config, updates, stop, GRPO_COLUMNS),
+        callbacks=[Checkpoints(config.save_every, stop), run_log(updates, GRPO_COLUMNS)],
         optimizers=optimizers(policy, config.grpo_learning_rate, updates, config),
         workflow=SingleTurn(),
     )
