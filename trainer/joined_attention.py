@@ -95,7 +95,7 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
 def _scores(
     query: Tensor, key: Tensor, rows: slice, scale: float, causal: bool, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores (B, kv, r, n, P) of a block of queries, and its queries stacked by key head (B, kv, r * n, d)."""
+    """Return the scores (B, kv, r, n, P) of a block of queries, and its queries stacked (B, kv, r * n, d)."""
     batch, kv_heads, keys, _ = key.shape
     stacked = query[:, :, rows].to(key.dtype).reshape(batch, kv_heads, -1, query.shape[-1])  # (B, kv, r * n, d)
     scores = (stacked @ key.transpose(2, 3) * scale).unflatten(2, (-1, rows.stop - rows.start))  # (B, kv, r, n, P)
