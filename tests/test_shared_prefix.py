@@ -29,7 +29,7 @@ from transformers import (
 from turngrpo.trainer import joined_attention as joined
 from turngrpo.trainer import shared_prefix
 from turngrpo.trainer.joined_attention import Layout, Span, join, joined_attention
-from turngrpo.trainer.policy import Policy, evaluating
+from turngrpo.trainer.policy import Policy, evaluating, zero_dropout
 from turngrpo.trainer.shared_prefix import UnsupportedAttention, compute_prefix, start_decoding, why_unsupported
 
 V = 40
@@ -133,7 +133,7 @@ class RowsSeen:
     def __init__(self, model):
         self.calls = []
         mlp = model.get_submodule("model.layers.0.mlp")
-        self.hook = mlp.register_forward_hook(lambda module, inputs, output: self.calls.append(output[..., 0].numel()))
+        self.hook = mlp.register_forward_pre_hook(lambda module, args: self.calls.append(args[0][..., 0].numel()))
 
     def __enter__(self):
         return self
@@ -316,7 +316,7 @@ def test_plain_calls_are_untouched(attention):
     assert model.config._attn_implementation == attention and torch.equal(between, before)
     (hidden * weights(model, hidden.dtype)).sum().backward()
     prefix.backward()
-    assert relative_gap(gradients(policy), grads) < 1e-12
+    assert relative_gap(gradients(policy), grads) < 1e-6  # the norms and eager attention compute in float32
     after, grads_after = plain_pass(policy)
     assert torch.equal(after, before) and relative_gap(grads_after, grads) == 0
     assert model.config._attn_implementation == attention and shared_prefix._CURRENT.get() is None
@@ -347,7 +347,7 @@ def test_refusals():
 # ---- decoding ----
 
 STEPS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14, 15, 16, 17], [4, 5, 6, 7], [30, 31, 32], [33]]
-KEPT = {1: [0, 1, 3, 4, 5, 6], 2: [0, 1, 3, 4], 3: [1, 2, 3], 4: [2]}  # at 2 the third prefix leaves, at 4 the first
+KEPT = {1: [0, 1, 3, 4, 5, 6], 2: [0, 1, 2, 3], 3: [1, 2, 3], 4: [2]}  # at 2 the last prefix leaves, at 4 the first
 
 
 def decode(policy, suffixes=SUFFIXES, clusters=CLUSTERS, steps=STEPS, kept=KEPT, prefixes=PREFIXES):
@@ -458,13 +458,14 @@ REFUSED = {
     "qwen3 next, linear": (Qwen3NextConfig(**COMMON, **LINEAR, **EXPERTS), "linear_attention"),
     "mpt": (MptConfig(vocab_size=V, d_model=32, n_layers=2, n_heads=4, max_seq_len=64), "position"),
     "bloom": (BloomConfig(vocab_size=V, hidden_size=32, n_layer=2, n_head=4), "position"),
-    "mamba": (MambaConfig(vocab_size=V, hidden_size=32, state_size=8, num_hidden_layers=2), "position"),
+    "mamba": (MambaConfig(vocab_size=V, hidden_size=32, state_size=8, num_hidden_layers=2), "linear_attention"),
 }
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_architectures(name):
     policy = Policy(build(SUPPORTED[name], torch.float32))
+    zero_dropout(policy.model)
     assert why_unsupported(policy) is None
     hidden, grads = plain_pass(policy)
     ours, our_grads = shared_pass(policy, "unequal")

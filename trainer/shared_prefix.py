@@ -275,8 +275,9 @@ class Decoder:
         clusters = [self._clusters[row] for row in rows.tolist()]
         read = sorted(set(clusters))
         if len(read) < len(self._prefix_lengths):
-            self._prefix = [tuple(x[read] for x in layer) for layer in self._prefix]
             self._prefix_lengths = self._prefix_lengths[read]
+            width = int(self._prefix_lengths.max())
+            self._prefix = [tuple(x[read, :, :width] for x in layer) for layer in self._prefix] if width else []
         self._clusters = [read.index(cluster) for cluster in clusters]
         self._arrange()
 
@@ -288,7 +289,7 @@ class Decoder:
         self._slot = self._cluster * self._width + torch.tensor(members, device=device)  # (R,)
         self._rows = torch.arange(len(members), device=device)  # (R,)
         padded = bool((self._prefix_lengths < self._prefix_lengths.max()).any())
-        self._prefix_mask = self._mask(self._prefix_lengths, self._prefix[0][0].shape[2]) if padded else None
+        self._prefix_mask = self._mask(self._prefix_lengths, int(self._prefix_lengths.max())) if padded else None
 
     def _mask(self, lengths: Tensor, width: int) -> Tensor:
         """Return an additive mask (N, 1, 1, width) that is finite: a row that is all masked gets weight 0."""
