@@ -187,7 +187,7 @@ def reference_attention(query, key, value, layout, scale, prefix):
 )
 def test_attention_and_its_backward(dtype, tolerance, path, device, monkeypatch):
     if path != "fused":
-        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, value: False)
+        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, key, value: False)
         monkeypatch.setattr(joined, "_fused_on_cuda", lambda query, value: False)
     monkeypatch.setattr(joined, "BLOCK_ELEMENTS", 50 if "block" in path else 2**24)
     torch.manual_seed(0)
@@ -377,7 +377,7 @@ def plain_last(policy, suffix, cluster, prefixes=PREFIXES):
 @pytest.mark.parametrize("path", ["fused", "plain"])
 def test_decoding_equals_plain_passes_while_rows_leave(dtype, tolerance, path, monkeypatch):
     if path == "plain":
-        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, value: False)
+        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, key, value: False)
     policy = Policy(build(dtype=dtype).train())
     seen = decode(policy)
     assert len(seen) == 7 + 7 + 6 + 4 + 3 + 1 and policy.model.training

@@ -233,7 +233,7 @@ class Decoder:
     """One new token per row: all rows of a group as one product with its prefix, each row's own keys apart, joined.
 
     The prefixes (C, kv, P, d) of C clusters are padded and never repeated; a row's own keys and values stand in
-    buffers (R, kv, S, d) that are written in place. The caller is in `evaluating(model)`.
+    buffers (R, kv, S, d) that are written in place.
     """
 
     def __init__(
@@ -255,6 +255,7 @@ class Decoder:
             self._own.append(buffers)
         self._arrange()
 
+    @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Take one token (R,) per row; return the hidden states (R, H) that predict the next ones."""
         positions = self._prefix_lengths[self._cluster] + self._lengths  # (R,)
