@@ -70,10 +70,8 @@ def part_backward(
     if _fused_on_cuda(query, value):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lengths, noise = (query.shape[2], key.shape[2]), torch.zeros(2, dtype=torch.int64, device=query.device)
-        lse = lse.contiguous()
-        return flash(
-            grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, noise, noise[:0], scale=scale
-        )
+        state = *lengths, 0.0, causal, noise, noise[:0]
+        return flash(grad, query, key, value, out, lse.contiguous(), None, None, *state, scale=scale)
     return plain_backward(grad, query, key, value, out, lse, scale, causal)
 
 
@@ -182,9 +180,8 @@ class _JoinedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *prefix, out, lse = ctx.saved_tensors
-        grad = (
-            grad if grad.stride(-1) == 1 else grad.contiguous()
-        )  # kernels read whole vectors; a sum expands one number
+        if grad.stride(-1) != 1:  # kernels read whole vectors, and a sum's gradient is one number, expanded
+            grad = grad.contiguous()
         grads = [torch.empty_like(x) for x in (query, key, value)] + [torch.zeros_like(x) for x in prefix]
         for rows in ctx.layout.own:
             own = (x[:, :, rows] for x in (grad, query, key, value, out, lse))
