@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import relative_gap
 from transformers import (
     AutoModelForCausalLM,
@@ -187,7 +188,7 @@ def reference_attention(query, key, value, layout, scale, prefix):
 )
 def test_attention_and_its_backward(dtype, tolerance, path, device, monkeypatch):
     if path != "fused":
-        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, value: False)
+        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, key, value: False)
         monkeypatch.setattr(joined, "_fused_on_cuda", lambda query, value: False)
     monkeypatch.setattr(joined, "BLOCK_ELEMENTS", 50 if "block" in path else 2**24)
     torch.manual_seed(0)
@@ -289,6 +290,47 @@ def test_every_token_passes_the_network_once():
         assert seen.calls == [11, 23, 23, 11]  # recomputed once each: suffixes first, the prefix at the end
 
 
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that an operator makes, views apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for x in results if isinstance(results, (tuple, list)) else (results,):
+            if isinstance(x, torch.Tensor) and not x._is_view():
+                self.elements = max(self.elements, x.numel())
+        return results
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["stored", "recomputed"])
+def test_prefix_keys_are_never_expanded_and_scores_never_whole(checkpointing):
+    model = build(dtype=torch.float32).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    policy, long = Policy(model), torch.arange(400).remainder(V).tolist()
+    suffixes, clusters = [[member, 5, 6, 7] for member in range(16)], [0] * 16
+    prefix = compute_prefix(policy, [long])
+    with Largest() as largest:
+        prefix.suffix_hidden(suffixes, clusters).sum().backward()
+    # Keys of the prefix: 2 heads x 400 x 8 = 6,400, and as many elements of their gradient; hidden states in the MLP
+    # 64 x 64 = 4,096. Expanded to 16 members 102,400, scores 4 heads x 64 x 400 = 102,400.
+    assert largest.elements == 6400
+    with evaluating(model), Largest() as largest:
+        decoder, _ = start_decoding(prefix, suffixes, clusters, 1)
+        decoder.step(torch.arange(16))
+    assert largest.elements == 6400
+
+
+def test_the_last_backward_runs_once():
+    policy = Policy(build())
+    prefix = compute_prefix(policy, PREFIXES)
+    prefix.suffix_hidden(SUFFIXES, CLUSTERS).sum().backward()
+    prefix.backward()
+    with pytest.raises(ValueError):
+        prefix.backward()
+
+
 def test_reference_without_its_adapter():
     base = build()
     with torch.no_grad():
@@ -377,7 +419,7 @@ def plain_last(policy, suffix, cluster, prefixes=PREFIXES):
 @pytest.mark.parametrize("path", ["fused", "plain"])
 def test_decoding_equals_plain_passes_while_rows_leave(dtype, tolerance, path, monkeypatch):
     if path == "plain":
-        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, value: False)
+        monkeypatch.setattr(joined, "_fused_on_cpu", lambda query, key, value: False)
     policy = Policy(build(dtype=dtype).train())
     seen = decode(policy)
     assert len(seen) == 7 + 7 + 6 + 4 + 3 + 1 and policy.model.training

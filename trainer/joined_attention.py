@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK_ELEMENTS = 2**24  # scores of the plain path at once: 64 MiB in float32
+CPU_KERNEL_GROUPS_HEADS = torch.__version__ >= "2.9"  # before pytorch#157893 it takes as many key as query heads
 
 
 class Span(NamedTuple):
@@ -49,7 +50,7 @@ def part_forward(
 
     `mask` (B, 1, S, P), of the queries' type, is added to the scores; `causal` needs S = P.
     """
-    if _fused_on_cpu(query, value):
+    if _fused_on_cpu(query, key, value):
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return operator(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     if mask is None and _fused_on_cuda(query, value):
@@ -63,27 +64,28 @@ def part_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *, scale: float, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one part's queries, keys and values, given the JOINED output and log-sum-exp."""
-    if _fused_on_cpu(query, value):
+    if _fused_on_cpu(query, key, value):
         operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return operator(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
     if _fused_on_cuda(query, value):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
         lengths, noise = (query.shape[2], key.shape[2]), torch.zeros(2, dtype=torch.int64, device=query.device)
-        lse = lse.contiguous()
-        return flash(
-            grad, query, key, value, out, lse, None, None, *lengths, 0.0, causal, noise, noise[:0], scale=scale
-        )
+        state = *lengths, 0.0, causal, noise, noise[:0]
+        return flash(grad, query, key, value, out, lse.contiguous(), None, None, *state, scale=scale)
     return plain_backward(grad, query, key, value, out, lse, scale, causal)
 
 
-def _fused_on_cpu(query: Tensor, value: Tensor) -> bool:
-    types = (torch.float32, torch.float64, torch.bfloat16)
-    return query.device.type == "cpu" and query.dtype in types and query.shape[-1] == value.shape[-1]
+def _fused_on_cpu(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    if query.device.type != "cpu" or query.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+        return False
+    return query.shape[3] == value.shape[3] and (CPU_KERNEL_GROUPS_HEADS or query.shape[1] == key.shape[1])
 
 
 def _fused_on_cuda(query: Tensor, value: Tensor) -> bool:
-    size, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    return query.is_cuda and half and size == value.shape[-1] and size % 8 == 0 and size <= 256
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    size, recent = query.shape[3], torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return recent and size == value.shape[3] and size % 8 == 0 and size <= 256
 
 
 def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
@@ -178,7 +180,8 @@ class _JoinedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, *prefix, out, lse = ctx.saved_tensors
-        grad = grad.contiguous()  # the kernels need the last dimension dense; a sum expands one number
+        if grad.stride(-1) != 1:  # kernels read whole vectors, and a sum's gradient is one number, expanded
+            grad = grad.contiguous()
         grads = [torch.empty_like(x) for x in (query, key, value)] + [torch.zeros_like(x) for x in prefix]
         for rows in ctx.layout.own:
             own = (x[:, :, rows] for x in (grad, query, key, value, out, lse))

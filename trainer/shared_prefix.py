@@ -116,7 +116,7 @@ def _recomputing(policy: Policy, current: Attending) -> Iterator[None]:
     functions = [module._gradient_checkpointing_func for module in modules]
     contexts = lambda: (contextlib.nullcontext(), _attending(policy, current))  # noqa: E731
     if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
-        raise ValueError("use_reentrant=True cannot share a prefix: set gradient_checkpointing_kwargs to False there")
+        raise ValueError("use_reentrant=True cannot share a prefix: set it to False in gradient_checkpointing_kwargs")
     try:
         for module, function in zip(modules, functions, strict=True):
             module._gradient_checkpointing_func = functools.partial(function, context_fn=contexts)
@@ -211,7 +211,7 @@ class SharedPrefix:
             for computed, leaf in zip(*layer, strict=True)
             if leaf.grad is not None
         ]
-        self.computed = []
+        self.computed = []  # a second call would find nothing to pair with the leaves, and fail
         if pairs:
             torch.autograd.backward([computed for computed, _ in pairs], [grad for _, grad in pairs])
 
@@ -233,7 +233,7 @@ class Decoder:
     """One new token per row: all rows of a group as one product with its prefix, each row's own keys apart, joined.
 
     The prefixes (C, kv, P, d) of C clusters are padded and never repeated; a row's own keys and values stand in
-    buffers (R, kv, S, d) that are written in place. The caller is in `evaluating(model)`.
+    buffers (R, kv, S, d) that are written in place.
     """
 
     def __init__(
@@ -255,10 +255,12 @@ class Decoder:
             self._own.append(buffers)
         self._arrange()
 
+    @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Take one token (R,) per row; return the hidden states (R, H) that predict the next ones."""
         positions = self._prefix_lengths[self._cluster] + self._lengths  # (R,)
         self._longest_own += 1
+        assert self._longest_own <= self._own[0][0].shape[2], "no room for another token"
         self._own_mask = self._mask(self._lengths + 1, self._longest_own)  # (R, 1, 1, S)
         with _attending(self.policy, self):
             outputs = self.policy.backbone(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
@@ -312,9 +314,11 @@ class Decoder:
         return out.flatten(1, 2)[:, :, None]  # (R, h, 1, dv)
 
     def _stack(self, grid: Tensor) -> Tensor:
+        """(C * W, kv, r, ...) -> (C, kv, W * r, ...)."""
         return grid.unflatten(0, (-1, self._width)).transpose(1, 2).flatten(2, 3)
 
     def _unstack(self, stacked: Tensor, group: int) -> Tensor:
+        """(C, kv, W * r, ...) -> (C * W, kv, r, ...), r = `group` query heads per key head."""
         return stacked.unflatten(2, (self._width, group)).transpose(1, 2).flatten(0, 1)
 
 
