@@ -27,12 +27,11 @@ from trl import ModelConfig, TrlParser, get_peft_config
 from turngrpo.data_prep import stock_arithmetic
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, stock_reward, update_reward
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
-from turngrpo.trainer.batching import collate_turns
 from turngrpo.trainer.ledger import rollout_rows
 from turngrpo.trainer.losses import clipped_surrogate
 from turngrpo.trainer.policy import evaluating
 from turngrpo.trainer.rollout import decode_completion
-from turngrpo.trainer.scoring import Reference, Scores, score_turns
+from turngrpo.trainer.scoring import Reference, Scorer, Scores
 
 VALIDATION_FRACTION = 0.1
 CONSTANT = "all rewards equal: advantages 0, only KL and weight decay move the policy (KL from the second update on)"
@@ -151,13 +150,13 @@ def update(trainer: TurnGRPOTrainer) -> list[dict[str, Any]]:
     """Make the update and return the ledger's row of every turn, with its log-probabilities around the update."""
     tokenizer: Any = trainer.processing_class
     reference = trainer.reference or Reference(trainer.policy)
+    scorer = Scorer(trainer.policy, tokenizer.pad_token_id, reference, trainer.temperature)
 
     def score() -> list[Scores]:
         turns = trainer._buffered_inputs[0].rollout.turns
-        shape = (tokenizer.pad_token_id, trainer.model.device, torch.float32)
         with evaluating(trainer.model):
-            batches = (collate_turns([turn], *shape) for turn in turns)
-            return [score_turns(trainer.policy, batch, trainer.temperature, reference) for batch in batches]
+            plans = (scorer.plan(turns, [row]) for row in range(len(turns)))
+            return [scores for plan in plans for _, _, scores in scorer.score(turns, plan)]
 
     scores = BeforeAndAfter(score)
     trainer.remove_callback(PrinterCallback)

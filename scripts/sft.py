@@ -20,7 +20,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from common import load_model, load_tokenizer, make_workflow, read_corpus, run_script, setting_up
 from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
@@ -30,11 +29,10 @@ from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
 from turngrpo.data_prep import gold_turns
 from turngrpo.data_prep.gold import relevant_text
 from turngrpo.trainer import SingleTurn, Turn
-from turngrpo.trainer.batching import collate_turns, plan_microbatches
 from turngrpo.trainer.checkpoints import ExactCheckpoints
 from turngrpo.trainer.gates import GateDecision, parse_answer, parse_turn
 from turngrpo.trainer.policy import Policy, evaluating
-from turngrpo.trainer.scoring import score_turns
+from turngrpo.trainer.scoring import Scorer
 
 
 def _option(default: Any, text: str) -> Any:
@@ -215,11 +213,10 @@ def completion_nll(policy: Policy, examples: Dataset, pad_id: int, max_tokens: i
     for ids, mask in zip(examples["input_ids"], examples["completion_mask"], strict=True):
         prompt = mask.index(1)
         turns.append(Turn(None, ids[:prompt], ids[prompt:], [0.0] * (len(ids) - prompt), "eos", ""))
-    device, total = next(policy.model.parameters()).device, 0.0
+    scorer, total = Scorer(policy, pad_id, max_tokens=max_tokens), 0.0
     with evaluating(policy.model):
-        for rows in plan_microbatches([len(ids) for ids in examples["input_ids"]], max_tokens):
-            batch = collate_turns([turns[row] for row in rows], pad_id, device, torch.float32)
-            total -= float(score_turns(policy, batch, temperature=1.0).logprobs.double().sum())
+        for _, _, scores in scorer.score(turns, scorer.plan(turns)):
+            total -= float(scores.logprobs.double().sum())
     return total / sum(len(turn.completion_ids) for turn in turns)
 
 

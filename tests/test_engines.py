@@ -19,7 +19,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from turngrpo.trainer.engines import TransformersEngine, common_prefix_length, noise_stream, nucleus, sample_tokens
+from turngrpo.trainer.batching import common_prefix_length
+from turngrpo.trainer.engines import TransformersEngine, noise_stream, nucleus, sample_tokens
 from turngrpo.trainer.policy import Policy
 from turngrpo.trainer.rollout import NoiseKey, Request
 
@@ -204,7 +205,7 @@ def test_shared_prefill_gives_the_same_and_computes_each_prefix_once(model):
     assert PAD not in {token for c in shared for token in c.ids}  # so PAD marks padding in what follows
     # Prompts hold 9+11+7, 6+6, 9 and 1+7 = 56 tokens. Groups 0 and 1 share 6 and 2: these 8 once, then the suffixes
     # 3+5+1, 4+4, 9, 1+7 = 34. Together 42: 6*2 + 2*1 = 14 fewer than 56.
-    assert with_sharing.shapes[:2] == [(4, 6), (8, 9)] and without.shapes[0] == (8, 11)
+    assert with_sharing.shapes[:2] == [(1, 8), (1, 34)] and without.shapes[0] == (8, 11)
     assert with_sharing.real(slice(0, 1)) == 8 and with_sharing.real(slice(1, 2)) == 34
     assert without.real(slice(0, 1)) == 56
     # Every sampled token but a row's last is computed once more.
@@ -220,7 +221,7 @@ def test_identical_prompts_share_all_but_the_last_token(model):
     with Seen(model) as seen:
         sampled = engine(model, eos=[]).generate([request(prompt, 3, member) for member in range(4)])
     # 8 tokens once, then the last one of 4 members, then 7 decoding steps of 4: 8 + 4 + 28; 36 + 28 without sharing.
-    assert seen.shapes == [(1, 8), (4, 1)] + [(4, 1)] * 7
+    assert seen.shapes == [(1, 8), (1, 4)] + [(4, 1)] * 7
     assert len({tuple(c.ids) for c in sampled}) == 4  # noise of their own
     assert worst_gap(model, [request(prompt)] * 4, sampled) < 1e-10
 
@@ -229,7 +230,7 @@ def test_groups_at_other_turns_or_of_other_ids_are_not_mixed(model):
     prompt = [4, 5, 6, 8, 9]
     with Seen(model) as seen:
         engine(model, new=1).generate([request(prompt, 0, 0), request(prompt, 0, 1, turn=1), request(prompt, 1, 0)])
-    assert seen.shapes == [(3, 5)]  # three groups of one member each
+    assert seen.shapes == [(1, 15)]  # three groups of one member each
 
 
 def test_one_token_prompts(model):

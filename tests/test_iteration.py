@@ -197,17 +197,17 @@ def rollout(config):
 def test_weights_of_every_loss_type_by_hand(config):
     scored = rollout(config)
     # grpo: tokens of the response * turns * 2 trajectories * 2 groups: 2*2*4, 4*2*4; 1*3*4, 1*3*4, 2*3*4; 3*1*4; ...
-    _, weights = objective_weights(scored, range(4), "grpo")
+    weights = objective_weights(scored, range(4), "grpo")
     assert weights.tolist() == pytest.approx([1 / n for n in (16, 32, 12, 12, 24, 12, 40, 8)])
     # group: 6 + 4 = 10 tokens in group 0, 3 + 6 = 9 in group 1, two groups.
-    _, weights = objective_weights(scored, range(4), "group")
+    weights = objective_weights(scored, range(4), "group")
     assert weights.tolist() == pytest.approx([1 / 20] * 5 + [1 / 18] * 3)
     # dapo: 19 tokens.
-    indices, weights = objective_weights(scored, range(4), "dapo")
-    assert weights.tolist() == pytest.approx([1 / 19] * 8) and indices == list(range(8))
+    weights = objective_weights(scored, range(4), "dapo")
+    assert weights.tolist() == pytest.approx([1 / 19] * 8)
     # Of the second group alone: its own tokens only.
-    indices, weights = objective_weights(scored, [2, 3], "group")
-    assert indices == [5, 6, 7] and weights.tolist() == pytest.approx([1 / 9] * 3)
+    weights = objective_weights(scored, [2, 3], "group")
+    assert weights.tolist() == pytest.approx([0] * 5 + [1 / 9] * 3)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "group", "dapo"])
@@ -226,7 +226,7 @@ def test_slices_keep_groups_whole_per_update_and_weigh_one(config, loss_type, si
     slices = training_slices(scored, size, per_update, loss_type)
     assert [sorted({int(scored.trajectory_ids[i]) for i in part.indices}) for part in slices] == owners
     assert sorted(i for part in slices for i in part.indices) == list(range(8))  # every turn once
-    whole = objective_weights(scored, range(4), loss_type)[1]
+    whole = objective_weights(scored, range(4), loss_type)
     for start in range(0, len(slices), per_update):
         update = slices[start : start + per_update]
         members = [i for part in update for i in part.indices]
@@ -235,10 +235,8 @@ def test_slices_keep_groups_whole_per_update_and_weigh_one(config, loss_type, si
             inside = {int(scored.trajectory_ids[i]) for i in members}
             assert inside >= {i for i, g in enumerate(scored.group_ids.tolist()) if g == group}
         total = sum(
-            float(weight) * len(scored.turns[i].completion_ids)
-            for part in update
-            for i, weight in zip(part.indices, part.weights, strict=True)
+            float(part.weights[i]) * len(scored.turns[i].completion_ids) for part in update for i in part.indices
         )
         assert total == pytest.approx(1, abs=1e-12)
         if len(members) == 8:  # cutting the step into slices changes no weight
-            assert torch.equal(torch.cat([part.weights for part in update]), whole)
+            assert all(torch.equal(part.weights, whole) for part in update)

@@ -18,10 +18,11 @@ from transformers import (
     PhiConfig,
 )
 
-from turngrpo.trainer.batching import collate_turns
+from turngrpo.trainer.batching import collate_turns, plan_passes
 from turngrpo.trainer.engines import TransformersEngine
 from turngrpo.trainer.policy import Policy, evaluating, zero_dropout
 from turngrpo.trainer.rollout import Turn
+from turngrpo.trainer.scoring import PolicyPass
 
 V = 40
 TOKENS = torch.tensor([[4, 9, 8, 20, 31, 5, 6, 7, 11, 12]])
@@ -232,7 +233,8 @@ def test_a_head_that_is_more_than_a_product_is_refused():
 # ---- scoring ----
 
 
-def test_response_hidden_predicts_the_response_tokens():
+@pytest.mark.parametrize("share", [True, False])
+def test_hidden_states_of_a_pass_predict_the_response_tokens(share):
     model = tiny_model(V, dtype=torch.float64).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -241,13 +243,17 @@ def test_response_hidden_predicts_the_response_tokens():
     turns = [
         Turn(1, [4, 5, 6], [7, 8, 3], [0.0] * 3, "eos", ""),
         Turn(1, [9], [10, 3], [0.0] * 2, "eos", ""),
+        Turn(1, [4, 5, 9, 9], [3], [0.0], "eos", ""),
     ]
     policy = Policy(model)
-    batch = collate_turns(turns, 1, "cpu", torch.float64)
+    (part,) = plan_passes(turns, range(3), ["a", "b", "a"], 100, share)
+    (rows,) = part.microbatches
+    batch = collate_turns([turns[row] for row in rows], "cpu", torch.float64)
     with torch.no_grad():
-        logprobs = policy.head().logits(policy.response_hidden(batch)).log_softmax(-1)
+        hidden = PolicyPass(policy, turns, part, 1).hidden(rows)
+        logprobs = policy.head().logits(hidden).log_softmax(-1)
         recorded = batch.unflatten(logprobs.gather(1, batch.targets[:, None]).squeeze(1))
-        for row, turn in zip(recorded, turns, strict=True):
+        for row, turn in zip(recorded, [turns[row] for row in rows], strict=True):
             ids = turn.prompt_ids + turn.completion_ids
             whole = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
             for place, token in enumerate(turn.completion_ids):
@@ -255,4 +261,4 @@ def test_response_hidden_predicts_the_response_tokens():
                 assert float(row[place]) == pytest.approx(float(whole[before, token]), abs=1e-10)
                 # One off, the token would be scored by the state that has already read it.
                 assert abs(float(row[place]) - float(whole[at, token])) > 0.01
-    assert float(recorded[1, 2]) == 0.0  # padding
+    assert float(recorded[rows.index(1), 2]) == 0.0  # padding

@@ -10,7 +10,8 @@ from tiny import tiny_model, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from turngrpo.trainer.engines import TransformersEngine, common_prefix_length
+from turngrpo.trainer.batching import common_prefix_length
+from turngrpo.trainer.engines import TransformersEngine
 from turngrpo.trainer.gates import ANSWER_INSTRUCTION, GATED_INSTRUCTION, UNGATED_INSTRUCTION, GateDecision
 from turngrpo.trainer.policy import Policy
 from turngrpo.trainer.rollout import Turn, collect

@@ -3,6 +3,7 @@
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|> {{ m['role'] }} {{ m['content'] }} <|im_end|> {% endfor %}"
@@ -30,6 +31,13 @@ def word_tokenizer(words: str = "", pad_is_eos: bool = False) -> PreTrainedToken
     return fast
 
 
+class Float64Norm(Qwen2RMSNorm):
+    """transformers' norm rounds to float32, whatever the weights: 1e-8 of noise where float64 is compared."""
+
+    def forward(self, hidden_states):
+        return self.weight * hidden_states * (hidden_states.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+
 def tiny_model(vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides) -> Qwen2ForCausalLM:
     """Return a randomly initialised two-layer Qwen2 model with grouped queries and tied embeddings."""
     torch.manual_seed(seed)
@@ -47,4 +55,9 @@ def tiny_model(vocab_size: int, seed: int = 0, dtype: torch.dtype = torch.float3
         "eos_token_id": 3,
         "pad_token_id": 1,
     }
-    return Qwen2ForCausalLM(Qwen2Config(**(config | overrides))).to(dtype)
+    model = Qwen2ForCausalLM(Qwen2Config(**(config | overrides))).to(dtype)
+    if dtype == torch.float64:
+        for module in model.modules():
+            if isinstance(module, Qwen2RMSNorm):
+                module.__class__ = Float64Norm
+    return model

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
+from .batching import common_prefix_length
 from .policy import Head, Policy, evaluating
 from .rollout import Completion, NoiseKey, Request
+from .shared_prefix import Decoder, UnsupportedAttention, compute_prefix, start_decoding, why_unsupported
 
 
 def noise_stream(key: NoiseKey, length: int) -> np.ndarray:
@@ -53,16 +54,6 @@ def nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
     ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
     before = ordered.cumsum(dim=-1) - ordered  # mass of more probable tokens
     return probabilities * torch.zeros_like(probabilities).scatter(1, order, (before < top_p).to(probabilities.dtype))
-
-
-def common_prefix_length(prompts: Sequence[list[int]]) -> int:
-    """Return how many leading tokens all prompts share, at most all but the last token of the shortest."""
-    limit = min(map(len, prompts)) - 1
-    low, high = min(prompts), max(prompts)  # in lexicographic order the extremes differ first
-    for position in range(limit):
-        if low[position] != high[position]:
-            return position
-    return limit
 
 
 @dataclass
@@ -134,20 +125,23 @@ class TransformersEngine:
     def verify(self) -> None:
         """Sample a few tokens of unequal prompts and compare with plain full passes of the model itself.
 
-        An architecture for which a shared prefix does not work goes on without sharing, with one warning; one that
-        does not work at all (its cache ignores masks, or its logits are no plain product of head and hidden states)
-        raises ValueError.
+        An architecture that cannot share a prefix goes on without sharing, with one warning; one that does not work at
+        all (its cache ignores masks, or its logits are no plain product of head and hidden states) raises ValueError.
         """
+        reason = why_unsupported(self.policy, self._longest()) if self.share_prefix else None
+        if reason is not None:
+            self._stop_sharing(reason)
         gap = self._probe()
-        if not gap <= self._probe_tolerance() and self.share_prefix:
-            warnings.warn(f"{self._name()} cannot share a prefix; prompts are computed apart", stacklevel=2)
-            self.share_prefix = False
-            gap = self._probe()
         if not gap <= self._probe_tolerance():
             raise ValueError(
                 f"{self._name()} is not supported under a workflow: log-probabilities of a padded batch with a cache "
                 f"differ from those of a plain pass by {gap:.3g}; use a decoder-only attention model"
             )
+
+    def _longest(self) -> int:
+        """Return the longest row that a prompt and its completion can make."""
+        limit = self._prompt_limit()
+        return limit if limit == sys.maxsize else limit + self.max_new_tokens
 
     def _name(self) -> str:
         return type(self.policy.causal).__name__
@@ -201,7 +195,7 @@ class TransformersEngine:
 
     def _sample(self, head: Head, groups: list[list[list[int]]], keys: list[NoiseKey]) -> list[Completion]:
         """Prefill the groups' prompts and decode all their rows together; rows that finish leave the batch."""
-        hidden, cache, mask, next_position = self._prefill(groups)
+        decoder, hidden = self._start(groups)
         device, rows = hidden.device, len(keys)
         noise = np.stack([noise_stream(key, self.max_new_tokens) for key in keys])
         uniforms = torch.from_numpy(noise).to(device)  # (R, max_new_tokens)
@@ -220,15 +214,13 @@ class TransformersEngine:
             if done.any():
                 lengths[alive[done]], ended[alive[done]] = position + 1, True
                 keep = (~done).nonzero().squeeze(1)
-                alive, sampled, mask, next_position = alive[keep], sampled[keep], mask[keep], next_position[keep]
+                alive, sampled = alive[keep], sampled[keep]
                 if not len(alive):
                     break
-                cache.reorder_cache(keep)  # type: ignore[arg-type]
+                decoder.keep(keep)
             if position + 1 == self.max_new_tokens:
                 break
-            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
-            hidden = self._forward(sampled[:, None], mask, next_position[:, None], cache)
-            next_position = next_position + 1
+            hidden = decoder.step(sampled)
             self.counts.decode += len(alive)
         ids, values, counts, finished = tokens.tolist(), logprobs.tolist(), lengths.tolist(), ended.tolist()
         return [
@@ -236,51 +228,64 @@ class TransformersEngine:
             for r in range(rows)
         ]
 
-    def _prefill(self, groups: list[list[list[int]]]) -> tuple[torch.Tensor, DynamicCache, torch.Tensor, torch.Tensor]:
-        """Compute each group's common prefix once, expand its cache to the members, and compute their suffixes.
+    def _start(self, groups: list[list[list[int]]]) -> tuple["Decoder | PaddedDecoder", torch.Tensor]:
+        """Prefill: each group's common prefix once, the rest of every row; returns the last hidden states (R, H)."""
+        if self.share_prefix:
+            try:
+                return self._start_shared(groups)
+            except UnsupportedAttention as reason:
+                self._stop_sharing(str(reason))
+        prompts = [prompt for group in groups for prompt in group]
+        self.counts.suffix += sum(map(len, prompts))
+        return PaddedDecoder.start(self.policy, prompts, self.pad_id)
 
-        Returns the last hidden state (R, H), the cache, its mask (R, P+S) and each row's next position (R,).
-        """
-        device = next(self.policy.model.parameters()).device
-        cache = DynamicCache(config=self.policy.causal.config)
-        shared = [common_prefix_length(group) if self.share_prefix and len(group) > 1 else 0 for group in groups]
-        if any(shared) and not all(type(layer) is DynamicLayer for layer in cache.layers):
-            warnings.warn("this architecture's cache cannot share a prefix; prompts are computed apart", stacklevel=2)
-            self.share_prefix, shared = False, [0] * len(groups)
-        rows = [(prompt, n) for group, n in zip(groups, shared, strict=True) for prompt in group]
-        mask = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
-        if any(shared):
-            prefixes = [group[0][:n] for group, n in zip(groups, shared, strict=True)]
-            ids, prefix_mask = self._pad_left(prefixes, device)  # (G, P)
-            positions = (prefix_mask.cumsum(1) - 1).clamp(min=0)
-            self._forward(ids, prefix_mask, positions, cache)
-            member_of = torch.tensor([g for g, group in enumerate(groups) for _ in group], device=device)
-            cache.reorder_cache(member_of)  # type: ignore[arg-type]
-            mask = prefix_mask[member_of]
-            self.counts.prefix += sum(shared)
-        ids, suffix_mask = self._pad_left([prompt[n:] for prompt, n in rows], device)  # (R, S)
-        offsets = torch.tensor([n for _, n in rows], device=device)
-        positions = (suffix_mask.cumsum(1) - 1 + offsets[:, None]).clamp(min=0)
-        mask = torch.cat([mask, suffix_mask], dim=1)  # (R, P+S)
-        hidden = self._forward(ids, mask, positions, cache)
-        self.counts.suffix += sum(len(prompt) - n for prompt, n in rows)
-        return hidden, cache, mask, positions[:, -1] + 1
+    def _start_shared(self, groups: list[list[list[int]]]) -> tuple[Decoder, torch.Tensor]:
+        shared = [common_prefix_length(group) if len(group) > 1 else 0 for group in groups]
+        suffixes = [prompt[n:] for group, n in zip(groups, shared, strict=True) for prompt in group]
+        clusters = [number for number, group in enumerate(groups) for _ in group]
+        prefix = compute_prefix(self.policy, [group[0][:n] for group, n in zip(groups, shared, strict=True)])
+        started = start_decoding(prefix, suffixes, clusters, self.max_new_tokens)
+        self.counts.prefix += sum(shared)
+        self.counts.suffix += sum(map(len, suffixes))
+        return started
 
-    def _forward(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
-    ) -> torch.Tensor:
-        """Run the backbone over new tokens and return the last hidden state (R, H); the cache grows."""
+    def _stop_sharing(self, reason: str) -> None:
+        warnings.warn(f"{self._name()} cannot share a prefix ({reason}); prompts are computed apart", stacklevel=3)
+        self.share_prefix = False
+
+
+class PaddedDecoder:
+    """One new token per row on transformers' own cache, rows padded on the left; for models that share no prefix."""
+
+    def __init__(self, policy: Policy, mask: torch.Tensor):
+        self.policy, self.cache = policy, DynamicCache(config=policy.causal.config)
+        self.mask = mask  # (R, S)
+
+    @classmethod
+    def start(cls, policy: Policy, prompts: list[list[int]], pad_id: int) -> tuple["PaddedDecoder", torch.Tensor]:
+        """Run the prompts; return a decoder and the last hidden states (R, H)."""
+        device, width = next(policy.model.parameters()).device, max(map(len, prompts))
+        ids = torch.full((len(prompts), width), pad_id)  # (R, S)
+        mask = torch.zeros(len(prompts), width, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, width - len(prompt) :] = 1
+        decoder = cls(policy, mask.to(device))
+        return decoder, decoder._forward(ids.to(device), (decoder.mask.cumsum(1) - 1).clamp(min=0))
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Take one token (R,) per row; return the hidden states (R, H) that predict the next ones."""
+        positions = self.mask.sum(1, keepdim=True)  # (R, 1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(tokens), 1)], dim=1)
+        return self._forward(tokens[:, None], positions)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Go on with these rows alone."""
+        self.mask = self.mask[rows]
+        self.cache.reorder_cache(rows)  # type: ignore[arg-type]
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         outputs = self.policy.backbone(
-            input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True
+            input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache, use_cache=True
         )
         return outputs.last_hidden_state[:, -1]
-
-    def _pad_left(self, rows: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        width = max(map(len, rows))
-        ids = torch.full((len(rows), width), self.pad_id)
-        mask = torch.zeros(len(rows), width, dtype=torch.long)
-        for index, row in enumerate(rows):
-            if row:
-                ids[index, width - len(row) :] = torch.tensor(row)
-                mask[index, width - len(row) :] = 1
-        return ids.to(device), mask.to(device)

@@ -12,7 +12,6 @@ import torch
 
 from turngrpo.rewards import answer_contains, answer_f1
 
-from .batching import collate_turns, plan_microbatches
 from .callbacks import rollout_progress
 from .config import TurnGRPOConfig
 from .engines import TransformersEngine
@@ -21,7 +20,7 @@ from .iteration import ScoredRollout, call_turn_rewards, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .rollout import Trajectory, Turn, collect
-from .scoring import Reference, score_turns
+from .scoring import Reference, Scorer
 from .turn_grpo_trainer import EVAL_ITERATION
 from .workflows import GatedMemory
 
@@ -191,6 +190,7 @@ def evaluate_policy(
         share_prefix=config.share_prefix,
         rollout_batch_tokens=config.rollout_batch_tokens,
     )
+    engine.verify()
     started = time.perf_counter()
     repeated = [row for row in rows for _ in range(members)]
     groups, numbers = [i // members for i in range(len(repeated))], [i % members for i in range(len(repeated))]
@@ -208,7 +208,7 @@ def evaluate_policy(
     metrics |= {name: float(v) for name, v in zip(observations.names, totals, strict=True) if name not in metrics}
     metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     if reference is not None:
-        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config)
+        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config, engine.share_prefix)
     return Evaluation(
         trajectories=trajectories,
         metrics=metrics,
@@ -260,20 +260,23 @@ def score_trajectories(
 
 
 def mean_kl(
-    policy: Policy, reference: Reference, trajectories: Sequence[Trajectory], pad_id: int, config: TurnGRPOConfig
+    policy: Policy,
+    reference: Reference,
+    trajectories: Sequence[Trajectory],
+    pad_id: int,
+    config: TurnGRPOConfig,
+    share_prefix: bool,
 ) -> float:
     """Return the exact KL(policy || reference), mean over all response tokens."""
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    device = next(policy.model.parameters()).device
-    dtype = torch.promote_types(policy.dtype, torch.float32)
+    keys = [(trajectory.group, number) for trajectory in trajectories for number in range(len(trajectory.turns))]
+    limit = config.max_tokens_per_microbatch
+    scorer = Scorer(policy, pad_id, reference, config.temperature, max_tokens=limit, share_prefix=share_prefix)
     total = tokens = 0.0
     with evaluating(policy.model):
-        lengths = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in turns]
-        for indices in plan_microbatches(lengths, config.max_tokens_per_microbatch):
-            batch = collate_turns([turns[i] for i in indices], pad_id, device, dtype)
-            kl = score_turns(policy, batch, config.temperature, reference).kl
-            assert kl is not None
-            total, tokens = total + float(kl.sum()), tokens + float(batch.mask.sum())
+        for _, batch, scores in scorer.score(turns, scorer.plan(turns, keys=keys)):
+            assert scores.kl is not None
+            total, tokens = total + float(scores.kl.sum()), tokens + float(batch.mask.sum())
     return total / tokens
 
 

@@ -1,7 +1,8 @@
 """One rollout iteration as data: rewards of all its trajectories, advantages of all its turns, slices to train on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,17 +26,26 @@ class ScoredRollout:
     group_ids: torch.Tensor  # (B,)
     advantages: torch.Tensor  # (N,)
 
-    @property
+    @cached_property
     def turns(self) -> list[Turn]:
         return [turn for trajectory in self.trajectories for turn in trajectory.turns]
 
+    @cached_property
+    def places(self) -> list[tuple[int, int, int]]:
+        """(group, member, turn) of each of the N turns, the turn counted from 0 in its trajectory."""
+        return [(t.group, t.member, number) for t in self.trajectories for number in range(len(t.turns))]
+
+    @property
+    def clusters(self) -> list[tuple[int, int]]:
+        """(group, turn) of each of the N turns: turns with the same one read the same chunk."""
+        return [(group, number) for group, _, number in self.places]
+
     def turn_name(self, index: int) -> str:
         """Name one of the N turns in messages."""
-        owner = int(self.trajectory_ids[index])
-        trajectory = self.trajectories[owner]
-        turn = index - int((self.trajectory_ids < owner).sum())
-        row = f" (row {trajectory.row['id']!r})" if "id" in trajectory.row else ""
-        return f"iteration {self.iteration}, group {trajectory.group}{row}, member {trajectory.member}, turn {turn}"
+        group, member, number = self.places[index]
+        row = self.trajectories[int(self.trajectory_ids[index])].row
+        name = f" (row {row['id']!r})" if "id" in row else ""
+        return f"iteration {self.iteration}, group {group}{name}, member {member}, turn {number}"
 
     def constant_groups(self) -> list[bool]:
         """Return for every group whether all its rewards are equal, so that it teaches nothing by reward."""
@@ -115,33 +125,30 @@ class TrainingSlice:
 
     rollout: ScoredRollout
     indices: list[int]  # into the rollout's N turns
-    weights: torch.Tensor  # (len(indices),) weight of every response token of a turn in its optimizer step
+    weights: torch.Tensor  # (N,) weight of every response token of a turn in its optimizer step, 0 outside it
+    reference_hidden: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # kept for later updates
 
 
-def objective_weights(
-    rollout: ScoredRollout, members: Sequence[int], loss_type: str
-) -> tuple[list[int], torch.Tensor]:
-    """Return (turn indices, token weight per turn) of the trajectories of one optimizer step.
+def objective_weights(rollout: ScoredRollout, members: Sequence[int], loss_type: str) -> torch.Tensor:
+    """Return (N,) the token weight of every turn of the trajectories `members` of one optimizer step, else 0.
 
     Every loss type gives all tokens of a turn the same weight, so one number per turn says it all.
     """
-    turns = rollout.turns
-    owners = set(members)
-    indices = [i for i, owner in enumerate(rollout.trajectory_ids.tolist()) if owner in owners]
-    lengths = torch.tensor([len(turns[i].completion_ids) for i in indices])
+    owners = torch.isin(rollout.trajectory_ids, torch.tensor(list(members)))  # (N,)
+    indices = owners.nonzero().squeeze(1)  # (n,)
+    lengths = torch.tensor([len(rollout.turns[i].completion_ids) for i in indices.tolist()])
     mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # (n, T)
     owner_ids = rollout.trajectory_ids[indices]
     weights = token_weights(mask, owner_ids, rollout.group_ids[owner_ids], loss_type, dtype=torch.float64)
-    return indices, weights[:, 0]
+    return torch.zeros(len(owners), dtype=torch.float64).index_copy(0, indices, weights[:, 0])
 
 
 def training_slices(rollout: ScoredRollout, size: int, per_update: int, loss_type: str) -> list[TrainingSlice]:
     """Cut a rollout into slices of `size` trajectories, `per_update` slices to the optimizer step."""
     slices = []
     for start in range(0, len(rollout.trajectories), size * per_update):
-        indices, weights = objective_weights(rollout, range(start, start + size * per_update), loss_type)
-        owners = rollout.trajectory_ids[indices]
+        weights = objective_weights(rollout, range(start, start + size * per_update), loss_type)
         for first in range(start, start + size * per_update, size):
-            own = ((owners >= first) & (owners < first + size)).nonzero().squeeze(1)
-            slices.append(TrainingSlice(rollout, [indices[i] for i in own.tolist()], weights[own]))
+            own = (rollout.trajectory_ids >= first) & (rollout.trajectory_ids < first + size)
+            slices.append(TrainingSlice(rollout, own.nonzero().squeeze(1).tolist(), weights))
     return slices

@@ -18,16 +18,14 @@ def rollout_rows(
     """Return one row per turn: ids, tokens, BEHAVIOR log-probabilities, rewards by function, the advantage trained."""
     rewards, advantages = rollout.rewards.tolist(), rollout.advantages.tolist()
     by_function, by_turn = rollout.rewards_per_func.tolist(), rollout.turn_rewards_per_func.tolist()
-    rows, turn_index, previous = [], 0, -1
+    rows = []
     for index, (turn, owner) in enumerate(zip(rollout.turns, rollout.trajectory_ids.tolist(), strict=True)):
-        turn_index, previous = (turn_index + 1 if owner == previous else 0), owner
-        trajectory = rollout.trajectories[owner]
-        place = (rollout.iteration, trajectory.group, trajectory.member, turn_index)
+        place = (rollout.iteration, *rollout.places[index])
         rows.append(
             {
                 "id": "-".join(map(str, place)),
                 **dict(zip(("iteration", "group", "member", "turn"), place, strict=True)),
-                "row_id": str(trajectory.row.get("id", "")),
+                "row_id": str(rollout.trajectories[owner].row.get("id", "")),
                 "step": turn.step,
                 "prompt_ids": turn.prompt_ids,
                 "completion_ids": turn.completion_ids,

@@ -10,8 +10,6 @@ from accelerate.utils import is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from .batching import TurnBatch
-
 
 @dataclass(frozen=True)
 class Head:
@@ -76,13 +74,6 @@ class Policy:
             scale = scaling if config.model_type == "hyperclovax" else 1 / scaling
         softcap = getattr(config, "final_logit_softcapping", None)
         return Head(module.weight, getattr(module, "bias", None), float(scale), softcap)
-
-    def response_hidden(self, batch: TurnBatch) -> torch.Tensor:
-        """Return the hidden states (M, H) that predict the response tokens of a right-padded batch."""
-        hidden = self.backbone(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        ).last_hidden_state  # (N, L, H)
-        return hidden.flatten(0, 1)[batch.positions]
 
 
 @contextlib.contextmanager

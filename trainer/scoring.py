@@ -1,9 +1,9 @@
-"""CURRENT and REFERENCE scores of a batch of turns: hidden states of response positions only, then one fused head."""
+"""CURRENT and REFERENCE scores of turns: every shared prefix once, response positions alone through one fused head."""
 
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,47 @@ import torch
 from accelerate.utils import is_peft_model
 from trl.trainer.utils import use_adapter
 
-from .batching import TurnBatch
+from .batching import Pass, TurnBatch, collate_turns, fed_length, pad_turns, plan_passes
 from .exact_kl import fused_logprobs_and_kl
 from .policy import Head, Policy
+from .rollout import Turn
+from .shared_prefix import SharedPrefix, compute_prefix
+
+
+class PolicyPass:
+    """One Pass of a policy: hidden states of its micro-batches' response positions, and what is left of backward."""
+
+    def __init__(self, policy: Policy, turns: Sequence[Turn], part: Pass, pad_id: int):
+        self.policy, self.turns, self.pad_id = policy, turns, pad_id
+        self._cluster = {i: number for number, cluster in enumerate(part.clusters) for i in cluster.members}
+        self._shared = [cluster.shared for cluster in part.clusters]
+        self._prefix: SharedPrefix | None = None
+        if part.clusters:
+            prefixes = [turns[cluster.members[0]].prompt_ids[: cluster.shared] for cluster in part.clusters]
+            self._prefix = compute_prefix(policy, prefixes)
+
+    def hidden(self, rows: Sequence[int]) -> torch.Tensor:
+        """Return the hidden states (M, H) that predict the response tokens of some turns, in their order."""
+        turns = [self.turns[row] for row in rows]
+        if self._prefix is None:
+            device = next(self.policy.model.parameters()).device
+            input_ids, attention_mask, positions = pad_turns(turns, self.pad_id, device)
+            outputs = self.policy.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+            return outputs.last_hidden_state.flatten(0, 1)[positions]
+        clusters = [self._cluster[row] for row in rows]
+        suffixes = [
+            [*turn.prompt_ids, *turn.completion_ids][self._shared[cluster] : -1]
+            for turn, cluster in zip(turns, clusters, strict=True)
+        ]
+        states = self._prefix.suffix_hidden(suffixes, clusters)  # (tokens, H)
+        ends = torch.tensor([len(suffix) for suffix in suffixes]).cumsum(0).tolist()
+        responses = [torch.arange(end - len(t.completion_ids), end) for t, end in zip(turns, ends, strict=True)]
+        return states[torch.cat(responses).to(states.device)]
+
+    def backward(self) -> None:
+        """Send the gradient that the micro-batches' backward passes left at shared prefixes through them."""
+        if self._prefix is not None and torch.is_grad_enabled():
+            self._prefix.backward()
 
 
 class Reference:
@@ -33,12 +71,17 @@ class Reference:
             self._context = contextlib.nullcontext
 
     @torch.no_grad()
-    def response_hidden(self, batch: TurnBatch) -> tuple[torch.Tensor, Head]:
-        """Return (hidden states (M, H), head) of the reference, without gradient."""
+    def hidden(self, turns: Sequence[Turn], part: Pass, pad_id: int) -> list[torch.Tensor]:
+        """Return the hidden states (M, H) of every micro-batch of a Pass, without gradient."""
         with self._context():
-            hidden, head = self.policy.response_hidden(batch), self.policy.head()
-        weight, bias = head.weight.detach(), None if head.bias is None else head.bias.detach()
-        return hidden, Head(weight, bias, head.scale, head.softcap)
+            one = PolicyPass(self.policy, turns, part, pad_id)
+            return [one.hidden(rows) for rows in part.microbatches]
+
+    def head(self) -> Head:
+        """Return the reference's head, without gradient."""
+        with self._context():
+            head = self.policy.head()
+        return Head(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.scale, head.softcap)
 
     def digest(self) -> str:
         """Return the SHA-256 of every weight that the reference is made of and training must not change."""
@@ -66,50 +109,100 @@ class Scores:
     reference_logprobs: torch.Tensor | None = None
 
 
-def score_turns(
-    policy: Policy,
-    batch: TurnBatch,
-    temperature: float,
-    reference: Reference | None = None,
-    kl: str = "exact",
-    timed: Callable[[str], Any] = lambda name: contextlib.nullcontext(),
-) -> Scores:
-    """Score the response tokens of a batch under the current policy, against the reference where there is one.
+@dataclass(frozen=True)
+class Scorer:
+    """Scores the response tokens of turns under the current policy, against the reference where there is one.
 
     kl="exact" gives KL(current || reference) over the vocabulary at every prefix, kl="k3" the reference's
-    log-probability of each token. `timed(name)` wraps the reference's part and the current policy's.
+    log-probability of each token. `timed(name)` wraps the parts of the work, `count(name, tokens)` what went through
+    the model for each.
     """
-    against: tuple[torch.Tensor, Head] | None = None
-    if reference is not None:
-        with timed("reference"):
-            against = reference.response_hidden(batch)
-    with timed("scoring"):
-        hidden, head = policy.response_hidden(batch), policy.head()
-        options: dict[str, Any] = {"temperature": temperature, "logit_scale": head.scale, "softcap": head.softcap}
-        if against is None or kl != "exact":
-            logprobs, divergence, entropy = fused_logprobs_and_kl(
-                hidden, None, head.weight, batch.targets, bias=head.bias, **options
-            )
-        else:
-            logprobs, divergence, entropy = fused_logprobs_and_kl(
-                hidden,
-                against[0],
-                head.weight,
-                batch.targets,
-                bias=head.bias,
-                reference_lm_head_weight=against[1].weight,
-                reference_bias=against[1].bias,
-                **options,
-            )
-    reference_logprobs = None
-    if against is not None and kl != "exact":
-        with timed("reference"), torch.no_grad():
-            reference_logprobs, _, _ = fused_logprobs_and_kl(
-                against[0], None, against[1].weight, batch.targets, bias=against[1].bias, **options
-            )
-    return Scores(
-        logprobs=batch.unflatten(logprobs),
-        entropy=batch.unflatten(entropy),
-        kl=None if divergence is None else batch.unflatten(divergence),
-        reference_logprobs=None if reference_logprobs is None else batch.unflatten(reference_logprobs),
-    )
+
+    policy: Policy
+    pad_id: int
+    reference: Reference | None = None
+    temperature: float = 1.0
+    kl: str = "exact"
+    max_tokens: int = 16384
+    share_prefix: bool = False
+    timed: Callable[[str], Any] = lambda name: contextlib.nullcontext()
+    count: Callable[[str, float], None] = lambda name, tokens: None
+
+    def plan(
+        self, turns: Sequence[Turn], indices: Sequence[int] | None = None, keys: Sequence[Hashable] | None = None
+    ) -> list[Pass]:
+        """Plan the turns `indices` (all when left out); turns of the same key share the prefix of their prompts."""
+        indices = range(len(turns)) if indices is None else indices
+        share = self.share_prefix and keys is not None
+        return plan_passes(turns, list(indices), keys or [], self.max_tokens, share)
+
+    def score(
+        self, turns: Sequence[Turn], plan: Sequence[Pass], kept: dict[tuple[int, ...], torch.Tensor] | None = None
+    ) -> Iterator[tuple[list[int], TurnBatch, Scores]]:
+        """Yield (turn indices, their batch, scores) of every micro-batch.
+
+        With gradient, the caller runs backward on a micro-batch before it asks for the next; the shared prefixes'
+        part follows after the last one of a Pass. `kept` holds the reference's hidden states by micro-batch
+        for later calls.
+        """
+        device = next(self.policy.model.parameters()).device
+        dtype = torch.promote_types(self.policy.dtype, torch.float32)
+        for part in plan:
+            against = self._against(turns, part, kept)
+            with self.timed("scoring"):
+                current = PolicyPass(self.policy, turns, part, self.pad_id)
+            self.count("scoring", fed_tokens(turns, part))
+            for rows, reference_hidden in zip(part.microbatches, against, strict=True):
+                batch = collate_turns([turns[row] for row in rows], device, dtype)
+                with self.timed("scoring"):
+                    scores = self._scores(current.hidden(rows), reference_hidden, batch)
+                yield rows, batch, scores
+            with self.timed("optimisation"):
+                current.backward()
+
+    def _against(
+        self, turns: Sequence[Turn], part: Pass, kept: dict[tuple[int, ...], torch.Tensor] | None
+    ) -> list[torch.Tensor] | list[None]:
+        """Return the reference's hidden states of every micro-batch, or a None for each."""
+        keys = [tuple(rows) for rows in part.microbatches]
+        if self.reference is None:
+            return [None] * len(keys)
+        if kept is not None and all(key in kept for key in keys):
+            return [kept[key] for key in keys]
+        with self.timed("reference"):
+            hidden = self.reference.hidden(turns, part, self.pad_id)
+        self.count("reference", fed_tokens(turns, part))
+        if kept is not None:
+            kept.update(zip(keys, hidden, strict=True))
+        return hidden
+
+    def _scores(self, hidden: torch.Tensor, reference_hidden: torch.Tensor | None, batch: TurnBatch) -> Scores:
+        head, own = self.policy.head(), self.reference.head() if self.reference is not None else None
+        options: dict[str, Any] = {
+            "temperature": self.temperature, "logit_scale": head.scale, "softcap": head.softcap
+        }  # fmt: skip
+        exact: dict[str, Any] = {}
+        if own is not None and self.kl == "exact":
+            exact = {"reference_lm_head_weight": own.weight, "reference_bias": own.bias}
+        logprobs, divergence, entropy = fused_logprobs_and_kl(
+            hidden, reference_hidden if exact else None, head.weight, batch.targets, bias=head.bias, **options, **exact
+        )
+        reference_logprobs = None
+        if own is not None and reference_hidden is not None and not exact:
+            with self.timed("reference"), torch.no_grad():
+                reference_logprobs, _, _ = fused_logprobs_and_kl(
+                    reference_hidden, None, own.weight, batch.targets, bias=own.bias, **options
+                )
+        return Scores(
+            logprobs=batch.unflatten(logprobs),
+            entropy=batch.unflatten(entropy),
+            kl=None if divergence is None else batch.unflatten(divergence),
+            reference_logprobs=None if reference_logprobs is None else batch.unflatten(reference_logprobs),
+        )
+
+
+def fed_tokens(turns: Sequence[Turn], part: Pass) -> int:
+    """Return the tokens that a Pass sends through the model: prefixes once, suffixes each."""
+    again = {i: cluster.shared for cluster in part.clusters for i in cluster.members}
+    own = sum(fed_length(turns[i]) - again.get(i, 0) for rows in part.microbatches for i in rows)
+    return own + sum(cluster.shared for cluster in part.clusters)

@@ -1,4 +1,4 @@
-"""Exact comparison of two checkpoints, field by field; durations and folders are left out."""
+"""Exact comparison of two checkpoints, field by field; durations, folders and repeated work are left out."""
 
 import json
 from collections.abc import Iterator
@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-# What two runs of the same numbers may differ in: how long things took, and where they were written.
-LEFT_OUT = ("time", "runtime", "per_second", "best_model_checkpoint")
+# What two runs of the same numbers may differ in: how long things took, where they were written, and that a run
+# resumed within a rollout's updates scores the reference once more.
+LEFT_OUT = ("time", "runtime", "per_second", "tokens/reference", "best_model_checkpoint")
 STATE = "trainer_state.json"
 
 

@@ -1,9 +1,11 @@
 """TurnGRPOTrainer: trl.GRPOTrainer with our generation step and our loss under a workflow; glue only, no maths."""
 
+import contextlib
 import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
-from .batching import TurnBatch, collate_turns, plan_microbatches
+from .batching import TurnBatch
 from .behavior import behavior_gap, default_tolerance, describe_gap
 from .callbacks import OptimizerTimer, rollout_progress
 from .checks import check_arguments, check_model, check_rows
@@ -28,7 +30,7 @@ from .policy import Policy, evaluating, zero_dropout
 from .recording import Recording
 from .resume import Resumable
 from .rollout import Trajectory, collect
-from .scoring import Reference, Scores, score_turns
+from .scoring import Reference, Scorer, Scores
 from .workflows import Workflow
 
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
@@ -139,6 +141,17 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         self.engine.verify()
         self.eval_engine.share_prefix = self.engine.share_prefix
         self._start_recording()
+        self.scorer = Scorer(
+            policy=self.policy,
+            pad_id=self._tokenizer.pad_token_id,
+            reference=self.reference,
+            temperature=self.temperature,
+            kl=self.args.kl,
+            max_tokens=self.args.max_tokens_per_microbatch,
+            share_prefix=self.engine.share_prefix,
+            timed=self._timed,
+            count=lambda name, tokens: self._add_cost(f"tokens/{name}", tokens),
+        )
         self.add_callback(OptimizerTimer(self._add_cost))
 
     # ---- generation step: replaces GRPOTrainer._prepare_inputs (trl 1.16) ----
@@ -219,11 +232,11 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         part: TrainingSlice = self._prepare_inputs(inputs)
-        turns, total = part.rollout.turns, torch.zeros((), device=self.accelerator.device)
-        chosen = self._needs_forward(part)
-        lengths = [len(turns[part.indices[i]].prompt_ids) + len(turns[part.indices[i]].completion_ids) for i in chosen]
-        for rows in plan_microbatches(lengths, self.args.max_tokens_per_microbatch):
-            loss = self._microbatch_loss(part, [chosen[row] for row in rows])
+        rollout, total = part.rollout, torch.zeros((), device=self.accelerator.device)
+        plan = self.scorer.plan(rollout.turns, self._needs_forward(part), rollout.clusters)
+        kept = part.reference_hidden if self.num_iterations > 1 else None
+        for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
+            loss = self._microbatch_loss(part, rows, batch, scores)
             with self._timed("optimisation"):
                 self.accelerator.backward(loss)
             total += loss.detach()
@@ -234,16 +247,12 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         return total
 
     def _needs_forward(self, part: TrainingSlice) -> list[int]:
-        """Positions of the slice's turns that can move the policy: with beta 0, those with an advantage."""
-        advantages = part.rollout.advantages[part.indices]
-        return [i for i, advantage in enumerate(advantages.tolist()) if advantage != 0 or self.beta]
+        """The slice's turns that can move the policy: with beta 0, those with an advantage."""
+        return [i for i in part.indices if part.rollout.advantages[i] != 0 or self.beta]
 
-    def _microbatch_loss(self, part: TrainingSlice, rows: list[int]) -> torch.Tensor:
+    def _microbatch_loss(self, part: TrainingSlice, rows: list[int], batch: TurnBatch, scores: Scores) -> torch.Tensor:
         """Return this micro-batch's share of the objective: sum of weight * (surrogate + beta * KL)."""
-        indices = [part.indices[row] for row in rows]
-        batch = self._collate(part.rollout, indices)
-        scores = self._score(batch)
-        advantages = part.rollout.advantages[indices].to(batch.behavior_logprobs)
+        advantages = part.rollout.advantages[rows].to(batch.behavior_logprobs)
         surrogate, stats = clipped_surrogate(
             scores.logprobs, batch.behavior_logprobs, advantages, batch.mask, self.epsilon_low, self.epsilon_high
         )  # (n, T)
@@ -251,25 +260,15 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         per_token = surrogate if kl is None else surrogate + self.beta * kl
         finite = torch.isfinite(per_token).all(dim=1)
         if not finite.all():
-            worst = part.rollout.turn_name(indices[int((~finite).nonzero()[0])])
+            worst = part.rollout.turn_name(rows[int((~finite).nonzero()[0])])
             path = self._save_rollout(part.rollout)
             raise FloatingPointError(f"the loss or KL of {worst} is not finite; its rollout is in {path}")
         first = self._step % (self.args.steps_per_generation * self.num_iterations)
         if first < self.args.gradient_accumulation_steps:
-            self._compare_behavior(part.rollout, indices, batch, scores.logprobs.detach())
+            self._compare_behavior(part.rollout, rows, batch, scores.logprobs.detach())
         self._meter_tokens(stats, scores, kl, batch)
         weights = part.weights[rows].to(per_token)[:, None] * batch.mask  # (n, T)
         return (weights * per_token).sum()
-
-    def _collate(self, rollout: ScoredRollout, indices: Sequence[int]) -> TurnBatch:
-        turns = rollout.turns
-        dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        return collate_turns([turns[i] for i in indices], self._tokenizer.pad_token_id, self.accelerator.device, dtype)
-
-    def _score(self, batch: TurnBatch) -> Scores:
-        self._add_cost("tokens/scoring", batch.tokens)
-        self._add_cost("tokens/reference", batch.tokens if self.reference else 0)
-        return score_turns(self.policy, batch, self.temperature, self.reference, self.args.kl, self._timed)
 
     def _kl(self, scores: Scores, batch: TurnBatch) -> torch.Tensor | None:
         """KL(current || reference) per token (n, T): exact, or TRL's k3 with its importance correction."""
@@ -305,13 +304,11 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
 
     def _check_behavior(self, rollout: ScoredRollout) -> None:
         """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
-        lengths = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns]
+        count = lambda _, tokens: self._add_cost("tokens/behavior_check", tokens)  # noqa: E731
+        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
         with evaluating(self.model), self._timed("behavior_check"):
-            for indices in plan_microbatches(lengths, self.args.max_tokens_per_microbatch):
-                batch = self._collate(rollout, indices)
-                self._add_cost("tokens/behavior_check", batch.tokens)
-                scores = score_turns(self.policy, batch, self.temperature)
-                self._compare_behavior(rollout, indices, batch, scores.logprobs)
+            for rows, batch, scores in scorer.score(rollout.turns, scorer.plan(rollout.turns, keys=rollout.clusters)):
+                self._compare_behavior(rollout, rows, batch, scores.logprobs)
 
     def _compare_behavior(
         self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
@@ -350,18 +347,17 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
 
     def _evaluation_losses(self, rollout: ScoredRollout) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1."""
-        _, weights = objective_weights(rollout, range(len(rollout.trajectories)), self.loss_type)
+        weights = objective_weights(rollout, range(len(rollout.trajectories)), self.loss_type)
         lengths = torch.tensor([len(turn.completion_ids) for turn in rollout.turns])
         losses = -rollout.advantages.double() * lengths * weights
         if self.reference is None:
             return losses, None
         kl = torch.zeros(len(lengths), dtype=torch.float64)
-        padded = [len(turn.prompt_ids) + len(turn.completion_ids) for turn in rollout.turns]
-        for indices in plan_microbatches(padded, self.args.max_tokens_per_microbatch):
-            batch = self._collate(rollout, indices)
-            per_token = self._kl(self._score(batch), batch)
+        plan = self.scorer.plan(rollout.turns, keys=rollout.clusters)
+        for rows, batch, scores in self.scorer.score(rollout.turns, plan):
+            per_token = self._kl(scores, batch)
             assert per_token is not None
-            kl[indices] = (per_token * batch.mask).sum(dim=1).double().cpu()
+            kl[rows] = (per_token * batch.mask).sum(dim=1).double().cpu()
         return losses + self.beta * kl * weights, kl
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
