@@ -184,6 +184,11 @@ def inputs(dtype=F64):
     return {k: v.requires_grad_() for k, v in leaves.items()}, reference, torch.arange(M) * 3 % V
 
 
+def freeze_head(leaves):
+    """The same with hidden states as the only leaf: forward then finds the gradients, backward walks nowhere."""
+    return {k: v.detach().requires_grad_(k == "hidden") for k, v in leaves.items()}
+
+
 def fused(leaves, reference, targets, **options):
     return fused_logprobs_and_kl(
         leaves["hidden"], reference[0], leaves["weight"], targets, bias=leaves["bias"],
@@ -207,13 +212,15 @@ def gradients(outputs, leaves):
     """Gradients of one mixture of both differentiable outputs, of unequal weights."""
     logprobs, kl, _ = outputs
     mixture = (logprobs * torch.linspace(-1, 2, M)).sum() + (kl * torch.linspace(3, -1, M)).sum()
-    return torch.autograd.grad(mixture, list(leaves.values()))
+    return torch.autograd.grad(mixture, [leaf for leaf in leaves.values() if leaf.requires_grad])
 
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("tile_elements", [1, 2 * V, 3 * V + 1, 2**24])  # 1, 2, 3 (7 = 3 + 3 + 1) and all rows at once
-def test_fused_equals_unfused(options, tile_elements):
+@pytest.mark.parametrize("tile_elements", [1, 10, 2 * V, 3 * V + 1, 2**24])  # rows x columns: 1x1, 7x1, 7x6, 7x10, all
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_fused_equals_unfused(options, tile_elements, frozen):
     leaves, reference, targets = inputs()
+    leaves = freeze_head(leaves) if frozen else leaves
     ours = fused(leaves, reference, targets, tile_elements=tile_elements, **options)
     theirs = unfused(leaves, reference, targets, **options)
     for actual, expected in zip(ours, theirs, strict=True):
@@ -242,16 +249,17 @@ def test_fused_by_hand():
 
 @pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
 def test_fused_passes_gradcheck(options):
-    rows, vocabulary = 3, 8  # in tiles of two rows
+    rows, vocabulary = 3, 8  # in tiles of 3 x 3
     leaves, (hidden, *head), targets = inputs()
     small = [leaves["hidden"][:rows], leaves["weight"][:vocabulary], leaves["bias"][:vocabulary]]
     reference = hidden[:rows], *(x[:vocabulary] for x in head)
 
     def function(*tensors):
         new = dict(zip(leaves, tensors, strict=True))
-        return fused(new, reference, targets[:rows], tile_elements=2 * vocabulary, **options)[:2]
+        return fused(new, reference, targets[:rows], tile_elements=3 * H, **options)[:2]
 
     assert torch.autograd.gradcheck(function, [x.detach().requires_grad_() for x in small])
+    assert torch.autograd.gradcheck(function, [x.detach().requires_grad_(x is small[0]) for x in small])
 
 
 def test_shared_head_is_the_references_as_a_constant():
@@ -278,7 +286,10 @@ def test_without_reference_and_with_a_frozen_head():
     assert kl is None
     assert torch.equal(logprobs, with_reference[0]) and torch.equal(entropy, with_reference[2])
     ours, theirs = (torch.autograd.grad(x.sum(), leaves["hidden"])[0] for x in (logprobs, with_reference[0]))
-    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-15)  # found in forward, and in backward
+    with torch.no_grad():
+        nothing = fused_logprobs_and_kl(leaves["hidden"], None, leaves["weight"], targets, bias=leaves["bias"])
+    assert torch.equal(nothing[0], logprobs) and not nothing[0].requires_grad
 
 
 def test_fused_in_half_precision_is_that_of_the_cast_inputs():
@@ -295,6 +306,8 @@ def test_fused_in_half_precision_is_that_of_the_cast_inputs():
     # The head's gradients too are summed over the tiles in float32 and rounded once.
     for actual, expected in zip(our_gradients, gradients(exact, floats), strict=True):
         assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected.bfloat16())
+    frozen = fused(freeze_head(leaves), reference, targets, tile_elements=2 * V)
+    assert all(torch.equal(actual, expected) for actual, expected in zip(frozen, exact, strict=True))
     # Rounding the logits to bfloat16 instead misses the log-probabilities by far more than 2e-4.
     rounded = torch.nn.functional.linear(*leaves.values()).float().log_softmax(-1)[torch.arange(M), targets]
     assert (rounded - ours[0]).abs().max() > 2e-3
@@ -317,16 +330,95 @@ def test_fused_with_excluded_tokens_and_without_rows():
     assert grads[0].shape == (0, H) and grads[1].eq(0).all() and grads[2].eq(0).all()
 
 
-def test_fused_never_holds_all_logits():
-    rows, vocabulary = 60, 500
-    hidden, reference = normal(rows, H).requires_grad_(), normal(rows, H, seed=1)
-    weight, targets = normal(vocabulary, H).requires_grad_(), torch.arange(rows)
-    with memory_watched() as (saved, largest):
-        logprobs, kl, _ = fused_logprobs_and_kl(hidden, reference, weight, targets, tile_elements=10 * vocabulary)
+@pytest.mark.parametrize("tile_elements", [1, 2, 2**20])
+def test_fused_with_tokens_that_one_side_excludes(tile_elements):
+    # Logits (-inf, 0, 0): p = (0, 1/2, 1/2). Against (e^2, 1, 3) / (4 + e^2): 0.1438410362 + ln((4 + e^2) / 4). The
+    # first tiles hold nothing that the policy could sample. The other way round the KL is infinite, as is log p[0].
+    zero, weight, target = torch.zeros(1, 1, dtype=F64, requires_grad=True), torch.zeros(3, 1, dtype=F64), [1]
+    some = torch.tensor([-math.inf, 0.0, 0.0], dtype=F64)
+    every = torch.tensor([2.0, 0.0, math.log(3)], dtype=F64)
+    options = {"reference_lm_head_weight": weight, "tile_elements": tile_elements}
+    logprobs, kl, entropy = fused_logprobs_and_kl(
+        zero, zero.detach(), weight, torch.tensor(target), bias=some, reference_bias=every, **options
+    )
+    assert kl is not None
+    assert [x.item() for x in (logprobs, kl, entropy)] == pytest.approx([-math.log(2), 1.1901995781, math.log(2)])
+    assert torch.autograd.grad((logprobs + kl).sum(), zero)[0].tolist() == [[0.0]]
+    reverse = fused_logprobs_and_kl(
+        zero, zero.detach(), weight, torch.tensor(target), bias=every, reference_bias=some, **options
+    )
+    assert reverse[1] is not None and reverse[1].item() == math.inf
+    assert fused_logprobs_and_kl(zero, None, weight, torch.tensor([0]), bias=some)[0].item() == -math.inf
+
+
+@pytest.mark.parametrize("tile_elements", [1000, 4096, 2**20])
+@pytest.mark.parametrize("options", HEADS.values(), ids=HEADS)
+def test_fused_equal_policies_give_exactly_zero(options, tile_elements):
+    hidden = normal(9, 16, dtype=torch.float32).requires_grad_()
+    weight = normal(1001, 16, seed=1, dtype=torch.float32)
+    targets = torch.arange(9)
+    _, kl, _ = fused_logprobs_and_kl(hidden, hidden.detach(), weight, targets, tile_elements=tile_elements, **options)
+    assert kl is not None and kl.eq(0).all()
+    assert torch.autograd.grad(kl.sum(), hidden)[0].eq(0).all()
+
+
+# Standard deviation of the logits, the reference's distance, its bias; bounds on the errors of KL and its gradient.
+HARD = {
+    "nearly equal": (3.0, 0.01, 0.0, 1e-7, 1e-6),  # KL 4e-5; log_softmax of whole logits is wrong by 1e-6
+    "shifted by a constant": (3.0, 0.01, -1000.0, 1e-6, 1e-5),  # logits there are multiples of 6e-5
+    "peaked": (25.0, 0.1, 0.0, 1e-5, 2e-5),  # logits up to 80
+    "far apart": (3.0, 3.0, 0.0, 2e-5, 5e-6),  # KL 8
+}
+
+
+@pytest.mark.parametrize(("scale", "distance", "shift", "kl_bound", "gradient_bound"), HARD.values(), ids=HARD)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_fused_float32_against_float64_where_digits_cancel(
+    scale, distance, shift, kl_bound, gradient_bound, frozen, vocabulary=5003
+):
+    rows, width = 16, 64
+    hidden = normal(rows, width, scale=scale, dtype=torch.float32).requires_grad_()
+    reference = hidden.detach() + normal(rows, width, seed=1, scale=distance, dtype=torch.float32)
+    weight = normal(vocabulary, width, seed=2, scale=1 / 8, dtype=torch.float32).requires_grad_(not frozen)
+    bias, constant = torch.zeros(vocabulary), torch.full((vocabulary,), shift)
+    targets = torch.arange(rows)
+    truth = hidden.detach().double().requires_grad_()
+    expected = by_torch(truth @ weight.detach().double().T, reference.double() @ weight.detach().double().T)
+    (expected_gradient,) = torch.autograd.grad(expected.sum(), truth)
+    for tile_elements in (2**12, 2**14, 2**20):
+        _, kl, _ = fused_logprobs_and_kl(
+            hidden, reference, weight, targets, bias=bias, reference_lm_head_weight=weight.detach(),
+            reference_bias=constant, tile_elements=tile_elements,
+        )  # fmt: skip
         assert kl is not None
-        torch.autograd.grad((logprobs + kl).sum(), [hidden, weight])
-    assert max(x.numel() for x in saved) == weight.numel()
-    assert largest.elements == 10 * vocabulary  # a tile; all logits are six times that
+        (gradient,) = torch.autograd.grad(kl.sum(), hidden)
+        torch.testing.assert_close(kl.double(), expected, rtol=0, atol=kl_bound)
+        torch.testing.assert_close(gradient.double(), expected_gradient, rtol=0, atol=gradient_bound)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_fused_never_holds_all_logits(frozen):
+    rows, vocabulary, tile = 60, 500, 5000  # 60 rows x 83 columns; all logits are six times a tile
+    hidden, reference = normal(rows, H).requires_grad_(), normal(rows, H, seed=1)
+    weight, targets = normal(vocabulary, H).requires_grad_(not frozen), torch.arange(rows)
+    leaves = [hidden] if frozen else [hidden, weight]
+    with memory_watched() as (saved, largest):
+        logprobs, kl, _ = fused_logprobs_and_kl(hidden, reference, weight, targets, tile_elements=tile)
+        assert kl is not None
+        torch.autograd.grad((logprobs + kl).sum(), leaves)
+    # Frozen: both gradients at the hidden states. Trained: hidden states, weight, targets and five numbers a row.
+    expected = [rows * H] * 2 if frozen else [rows, rows * 5, rows * H, rows * H, vocabulary * H]
+    assert sorted(x.numel() for x in saved) == expected
+    assert largest.elements == 60 * 83
+
+
+def test_fused_casts_a_half_precision_head_tile_by_tile():
+    hidden = normal(2, 50, dtype=torch.bfloat16).requires_grad_()
+    weight = normal(400, 50, seed=1, dtype=torch.bfloat16)
+    with LargestTensor() as largest:
+        logprobs, _, _ = fused_logprobs_and_kl(hidden, None, weight, torch.arange(2), tile_elements=1000)
+        torch.autograd.grad(logprobs.sum(), hidden)
+    assert largest.elements == 1000  # 20 columns of the head, of 400
 
 
 @pytest.mark.parametrize(
@@ -336,6 +428,8 @@ def test_fused_never_holds_all_logits():
         ({"policy_hidden": torch.zeros(1, M, H)}, r"\(1, 7, 5\)"),
         ({"temperature": 0.0}, "temperature=0.0, .* expected above 0"),
         ({"tile_elements": 0}, "tile_elements=0, expected above 0 and at least 1"),
+        ({"targets": torch.arange(M) - 1}, "targets are from -1 to 5, expected 0 to 22: pass response tokens alone"),
+        ({"targets": torch.arange(M) + V - M + 1}, "targets are from 17 to 23, expected 0 to 22"),
         ({"reference_bias": torch.zeros(V)}, "reference_bias is given without reference_lm_head_weight"),
     ],
 )

@@ -2,8 +2,8 @@
 
     KL = sum_j p_j (log p_j - log q_j),        dKL/dz_j = p_j (log p_j - log q_j - KL)
 
-with p = softmax(z) the CURRENT policy and q the frozen REFERENCE, which never gets a gradient. Both functions
-recompute in backward what they would otherwise have to keep.
+with p = softmax(z) the CURRENT policy and q the frozen REFERENCE, which never gets a gradient. No function keeps more
+than its inputs and a few numbers per row, or per row the gradient at its hidden state.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-TILE_ELEMENTS = 2**24  # a tile of logits is 64 MiB in float32; backward holds about six of them
+MAX_ROWS = 512  # of a block: more make no matrix product faster, but narrower tiles
+CPU_TILE_ELEMENTS = 2**20  # 4 MiB in float32, which the caches hold: 1.4 times as fast as 2**24
+LARGEST_CENTRE = 1e30  # finite: where the reference excludes a token of the policy, d and the KL are inf, not NaN
+TILE_ELEMENTS = 2**24  # 64 MiB in float32; smaller tiles would leave an accelerator waiting for its launches
 
 
 def _work_dtype(*tensors: Tensor) -> torch.dtype:
@@ -109,102 +112,238 @@ class _Tensors(NamedTuple):
     reference_bias: Tensor | None  # (V,)
 
 
-class _Head(NamedTuple):
-    """A language-model head in the work dtype, with what the model and the sampler do to its output."""
+class _Head:
+    """Logits of a block of rows, a tile of columns at a time: z = y, or cap * tanh(y); y = gain * (h W^T + b)."""
 
-    weight: Tensor  # (V, H)
-    bias: Tensor | None  # (V,)
-    options: _Options
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options):
+        self.gain = options.logit_scale / (options.softcap or options.temperature)
+        self.cap = options.softcap / options.temperature if options.softcap else None
+        self.hidden, self.weight, self.bias = hidden * self.gain, weight, bias  # (n, H) in the work dtype
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits = hidden.to(self.weight.dtype) @ self.weight.T  # (n, V)
+    def tile(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return z (n, v) and the rows of W behind it (v, H) in the work dtype."""
+        weight = self.weight[columns].to(self.hidden.dtype)
+        logits = self.hidden @ weight.T
         if self.bias is not None:
-            logits += self.bias
-        logits *= self.options.logit_scale
-        if self.options.softcap:
-            logits.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
-        return logits.div_(self.options.temperature)
+            logits += self.bias[columns].to(logits.dtype) * self.gain
+        return logits if self.cap is None else logits.tanh_().mul_(self.cap), weight
 
-    def backward(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Turn the gradient at `logits` into the one at hidden W^T + b, in place: d tanh(x) = 1 - tanh(x)^2."""
-        if self.options.softcap:
-            tanh = logits * (self.options.temperature / self.options.softcap)
-            grad *= 1 - tanh.square_()
-        return grad.mul_(self.options.logit_scale / self.options.temperature)
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Return dz/dy = cap (1 - tanh(y)^2) at `logits`, None for the 1 of a head without softcap."""
+        return None if self.cap is None else self.cap - logits.square() / self.cap
 
 
-def _heads(tensors: _Tensors, options: _Options) -> tuple[_Head, _Head]:
-    """Return the heads of policy and reference, cast once; a shared weight (also a detached view) is one copy."""
-    _, weight, bias, _, _, reference_weight, reference_bias = tensors
-    dtype = _work_dtype(tensors.policy_hidden, weight)
-    policy = _Head(weight.to(dtype), None if bias is None else bias.to(dtype), options)
-    if reference_weight is None:
-        return policy, policy
-    cast_weight = policy.weight if reference_weight.is_set_to(weight) else reference_weight.to(dtype)
-    return policy, _Head(cast_weight, None if reference_bias is None else reference_bias.to(dtype), options)
+class _Softmax:
+    """Online softmax of a block of rows: top = max z and total = sum exp(z - top) over the tiles so far, (n, 1)."""
+
+    def __init__(self, hidden: Tensor):
+        self.total = hidden.new_zeros(len(hidden), 1)
+        self.top = torch.full_like(self.total, torch.finfo(hidden.dtype).min)  # finite: -inf - -inf would be NaN
+
+    def add(self, logits: Tensor) -> Tensor:
+        """Take up a tile, turned into z - top in place, and return exp(z - top) (n, v).
+
+        `decay` rescales what was summed under the former top, `drop` is its logarithm, `before` the former total.
+        """
+        top = torch.maximum(self.top, logits.amax(-1, keepdim=True))
+        self.drop, self.top = self.top - top, top  # (n, 1) at most 0
+        self.decay = self.drop.exp()
+        exponentials = logits.sub_(top).exp()
+        self.before = self.total * self.decay
+        self.total = self.before + exponentials.sum(-1, keepdim=True)
+        return exponentials
 
 
-def _row_tiles(
-    tensors: _Tensors, policy: _Head, reference: _Head
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]:
-    """Yield (rows, policy logits, log p, log p - log q), as many rows at a time as fit a tile, at least one."""
-    size = max(1, policy.options.tile_elements // len(policy.weight))
-    for start in range(0, len(tensors.policy_hidden), size):
-        rows = slice(start, start + size)
-        logits = policy.logits(tensors.policy_hidden[rows])  # (n, V)
-        logp, log_ratio = logits.log_softmax(-1), None  # (n, V)
-        if tensors.reference_hidden is not None:
-            log_ratio = logp - reference.logits(tensors.reference_hidden[rows]).log_softmax(-1)  # (n, V)
-        yield rows, logits, logp, log_ratio
+class _Rows:
+    """A block of rows on its way over the vocabulary, tile by tile, in one pass.
+
+    With e = exp(z - top), f = exp(r - reference top) and d = (z - top) - (r - reference top), summed over the tiles so
+    far: logit = sum e (z - top), ratio = sum e (d - centre), excess = sum (f - e), all (n, 1); and for the gradient at
+    the hidden states slope = sum e dz/dy W, product = sum e (d - centre) dz/dy W, (n, H) both. `centre` follows the
+    mean of d under p: nearly equal policies and logits that differ by a constant cancel before they are summed.
+    """
+
+    def __init__(self, tensors: _Tensors, options: _Options, rows: slice, with_gradient: bool = False):
+        hidden, weight, bias, targets, reference_hidden, reference_weight, reference_bias = tensors
+        dtype = _work_dtype(hidden, weight)
+        self.policy, self.reference = _Head(hidden[rows].to(dtype), weight, bias, options), None
+        if reference_hidden is not None:
+            head = (weight, bias) if reference_weight is None else (reference_weight, reference_bias)
+            self.reference = _Head(reference_hidden[rows].to(dtype), *head, options)
+        self.targets = targets[rows, None]  # (n, 1)
+        self.may_exclude = bias is not None or reference_bias is not None  # only a bias can be -inf
+        self.p, self.q = _Softmax(self.policy.hidden), _Softmax(self.policy.hidden)
+        self.target = self.logit = self.ratio = self.excess = self.centre = torch.zeros_like(self.p.total)
+        self.slope = torch.zeros_like(self.policy.hidden) if with_gradient else None
+        self.product = torch.zeros_like(self.policy.hidden if with_gradient else self.target)
+
+    def in_tile(self, columns: slice) -> tuple[Tensor, Tensor]:
+        """Return which targets lie in the tile, and where in it (0 for the others), (n, 1) both."""
+        inside = (self.targets >= columns.start) & (self.targets < columns.stop)
+        return inside, (self.targets - columns.start).where(inside, 0)
+
+    def add(self, columns: slice) -> None:
+        """Take up a tile of the vocabulary."""
+        z, weight = self.policy.tile(columns)  # (n, v), (v, H)
+        inside, index = self.in_tile(columns)
+        self.target = z.gather(-1, index).where(inside, self.target)
+        slope = None if self.slope is None else self.policy.slope(z)
+        p, q, former_total = self.p, self.q, self.q.total
+        e = p.add(z)  # (n, v)
+        excluded = e == 0 if self.may_exclude else None
+        if excluded is not None:
+            z.masked_fill_(excluded, 0.0)  # 0 * inf = 0: what cannot be sampled contributes nothing
+        self.logit = self.logit * p.decay + p.drop * p.before + (e * z).sum(-1, keepdim=True)
+        if self.reference is not None:
+            r, _ = self.reference.tile(columns)  # (n, v)
+            f = q.add(r)  # (n, v)
+            shift = p.drop - q.drop  # what the new tops add to every former d
+            change = torch.maximum(p.decay, q.decay) * shift.sign() * torch.expm1(-shift.abs())  # q.decay - p.decay
+            self.excess = self.excess * p.decay + former_total * change + (f - e).sum(-1, keepdim=True)
+            d = torch.sub(z, r, out=r)
+            if excluded is not None:
+                d.masked_fill_(excluded, 0.0)
+            former_centre = self.centre + shift
+            weighted = torch.mul(e, d, out=f).sum(-1, keepdim=True)
+            mean = (weighted + p.before * former_centre) / p.total.clamp_min(torch.finfo(e.dtype).tiny)
+            self.centre = mean.clamp_max(LARGEST_CENTRE)
+            moved = former_centre - self.centre
+            d.sub_(self.centre).mul_(e)
+            self.ratio = self.ratio * p.decay + p.before * moved + d.sum(-1, keepdim=True)
+            if self.slope is not None:
+                d = d if slope is None else d.mul_(slope)
+                self.product.addcmul_(self.slope, moved).mul_(p.decay).addmm_(d, weight)
+        if self.slope is not None:
+            self.slope.mul_(p.decay).addmm_(e if slope is None else e.mul_(slope), weight)
+
+    def values(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log p[target], KL = E_p[d] + log(sum f / sum e) and the entropy, (n,) each."""
+        log_total, excess = self.p.total.log(), self.excess / self.p.total
+        far = (self.q.total / self.p.total).log()  # near 0, log1p of the summed differences keeps more digits
+        kl = self.centre + self.ratio / self.p.total + torch.where(excess.abs() < 0.5, excess.log1p(), far)
+        logprobs, entropy = self.target - self.p.top - log_total, log_total - self.logit / self.p.total
+        return logprobs.squeeze(-1), kl.squeeze(-1), entropy.squeeze(-1)
+
+    def kept(self) -> list[Tensor]:
+        """Return what backward needs, a row each: the gradients at h where wanted, else statistics (n, 5).
+
+        d log p[t]/dh = z'_t w_t - E_p[z' w];   dKL/dh = Cov_p(d, z' w), with z' = dz/dy
+        """
+        rest = self.ratio / self.p.total  # E_p[d] - centre
+        if self.slope is None:
+            return [torch.cat([self.p.top, self.p.total, self.q.top, self.centre, rest], -1)]  # (n, 5)
+        weight = self.policy.weight[self.targets.squeeze(-1)].to(self.slope.dtype)  # (n, H)
+        slope = self.policy.slope(self.target)
+        mean = self.slope / self.p.total
+        towards_target = ((weight if slope is None else weight * slope) - mean) * self.policy.gain
+        if self.reference is None:
+            return [towards_target]
+        return [towards_target, (self.product / self.p.total - mean * rest) * self.policy.gain]
+
+    def logits_gradient(
+        self, columns: slice, statistics: Tensor, grad_logprobs: Tensor, grad_kl: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the gradient at y of a tile (n, v), and the rows of W behind it (v, H).
+
+        d log p[t]/dz = onehot(t) - p;   dKL/dz = p (d - E_p[d])
+        """
+        top, total, reference_top, centre, rest = statistics.split(1, -1)  # (n, 1) each
+        z, weight = self.policy.tile(columns)
+        slope = self.policy.slope(z)
+        p = z.sub_(top).exp().div_(total)
+        if self.reference is None or grad_kl is None:
+            grad = p.mul_(-grad_logprobs)
+        else:
+            d = z.sub_(self.reference.tile(columns)[0].sub_(reference_top))
+            if self.may_exclude:
+                d.masked_fill_(p == 0, 0.0)
+            grad = d.sub_(centre).sub_(rest).mul_(grad_kl).sub_(grad_logprobs).mul_(p)
+        inside, index = self.in_tile(columns)
+        grad.scatter_add_(-1, index, grad_logprobs.where(inside, 0.0))
+        return grad if slope is None else grad.mul_(slope), weight
 
 
-class _FusedLogprobsAndKL(torch.autograd.Function):
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
+
+
+def _tiling(tensors: _Tensors, options: _Options) -> tuple[list[slice], list[slice]]:
+    """Return equal blocks of rows and tiles of columns: `tile_elements` bounds a tile's logits, and its part of W."""
+    count, most = max(1, len(tensors.policy_hidden)), min(MAX_ROWS, options.tile_elements)
+    height = -(-count // -(-count // most))
+    width = max(1, options.tile_elements // max(height, tensors.weight.shape[-1]))
+    return _slices(len(tensors.policy_hidden), height), _slices(len(tensors.weight), width)
+
+
+def _walk(tensors: _Tensors, options: _Options, with_gradient: bool) -> tuple[Tensor, ...]:
+    """Take every block of rows over the vocabulary: log p[target], KL, entropy, (M,) each, and what backward needs."""
+    blocks, tiles = _tiling(tensors, options)
+    parts = []
+    with torch.autocast(tensors.policy_hidden.device.type, enabled=False):
+        for block in blocks:
+            rows = _Rows(tensors, options, block, with_gradient)
+            for columns in tiles:
+                rows.add(columns)
+            parts.append((*rows.values(), *rows.kept()))
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+class _FrozenHead(torch.autograd.Function):
+    """Only the policy's hidden states need a gradient: the pass that finds the values finds it too."""
+
     @staticmethod
     def forward(ctx: Any, options: _Options, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
         tensors = _Tensors(*args)
-        ctx.save_for_backward(*tensors)
-        ctx.options = options
-        with torch.autocast(tensors.policy_hidden.device.type, enabled=False):
-            policy, reference = _heads(tensors, options)
-            logprobs = policy.weight.new_empty(len(tensors.policy_hidden))  # (M,)
-            entropy, kl = torch.empty_like(logprobs), torch.empty_like(logprobs)  # (M,), (M,)
-            for rows, _, logp, log_ratio in _row_tiles(tensors, policy, reference):
-                probs = logp.exp()  # (n, V)
-                logprobs[rows] = logp.gather(-1, tensors.targets[rows, None]).squeeze(-1)
-                entropy[rows] = -_weighted(probs, logp).sum(-1)
-                if log_ratio is not None:
-                    kl[rows] = _weighted(probs, log_ratio).sum(-1)
+        logprobs, kl, entropy, *gradients = _walk(tensors, options, with_gradient=True)
+        ctx.save_for_backward(*gradients)  # (M, H) each
+        ctx.dtype = tensors.policy_hidden.dtype
         ctx.mark_non_differentiable(entropy)
         return logprobs, None if tensors.reference_hidden is None else kl, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_kl: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        tensors = _Tensors(*ctx.saved_tensors)
-        hidden, weight, bias = tensors[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
-            policy, reference = _heads(tensors, ctx.options)
-            needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
-            grad_hidden = torch.empty_like(hidden) if needs_hidden else None  # (M, H)
-            grad_weight = torch.zeros_like(policy.weight) if needs_weight else None  # (V, H)
-            grad_bias = policy.weight.new_zeros(len(weight)) if needs_bias else None  # (V,)
-            for rows, logits, logp, log_ratio in _row_tiles(tensors, policy, reference):
-                probs, grad_target = logp.exp(), grad_logprobs[rows, None]  # (n, V), (n, 1)
-                grad = _weighted(probs, -grad_target)  # d log p[target] / dz = onehot(target) - p
-                grad.scatter_add_(-1, tensors.targets[rows, None], grad_target)
-                if log_ratio is not None:
-                    log_ratio -= _weighted(probs, log_ratio).sum(-1, keepdim=True)  # minus the KL
-                    grad += _weighted(probs, log_ratio * grad_kl[rows, None])
-                grad = policy.backward(grad, logits)  # (n, V)
-                if grad_hidden is not None:
-                    grad_hidden[rows] = (grad @ policy.weight).to(hidden.dtype)
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad.T, hidden[rows].to(grad.dtype))
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
-        return None, grad_hidden, grad_weight, grad_bias, None, None, None, None
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_kl: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
+        grad = ctx.saved_tensors[0] * grad_logprobs[:, None]  # (M, H)
+        if grad_kl is not None:
+            grad.addcmul_(ctx.saved_tensors[1], grad_kl[:, None])
+        return None, grad.to(ctx.dtype), *(None,) * 6
+
+
+class _TrainedHead(torch.autograd.Function):
+    """The head needs a gradient, or nothing does: backward walks over the vocabulary again."""
+
+    @staticmethod
+    def forward(ctx: Any, options: _Options, *args: Any) -> tuple[Tensor, Tensor | None, Tensor]:
+        tensors = _Tensors(*args)
+        logprobs, kl, entropy, statistics = _walk(tensors, options, with_gradient=False)
+        ctx.save_for_backward(statistics, *tensors)
+        ctx.options = options
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, None if tensors.reference_hidden is None else kl, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor, grad_kl: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
+        statistics, tensors = ctx.saved_tensors[0], _Tensors(*ctx.saved_tensors[1:])
+        leaves = [x if needed else None for x, needed in zip(tensors, ctx.needs_input_grad[1:], strict=True)][:3]
+        sums = [None if x is None else torch.zeros_like(x, dtype=statistics.dtype) for x in leaves]
+        grad_hidden, grad_weight, grad_bias = sums  # (M, H), (V, H), (V,)
+        blocks, tiles = _tiling(tensors, ctx.options)
+        with torch.autocast(statistics.device.type, enabled=False):
+            for block in blocks:
+                rows = _Rows(tensors, ctx.options, block)
+                gain = rows.policy.gain
+                grads = grad_logprobs[block, None], None if grad_kl is None else grad_kl[block, None]
+                for columns in tiles:
+                    grad, weight = rows.logits_gradient(columns, statistics[block], *grads)  # (n, v), (v, H)
+                    if grad_hidden is not None:
+                        grad_hidden[block].addmm_(grad, weight, alpha=gain)
+                    if grad_weight is not None:
+                        grad_weight[columns].addmm_(grad.T, rows.policy.hidden)  # already times gain
+                    if grad_bias is not None:
+                        grad_bias[columns].add_(grad.sum(0), alpha=gain)
+        cast = [None if x is None or leaf is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+        return None, *cast, *(None,) * 4
 
 
 def fused_logprobs_and_kl(
@@ -219,7 +358,7 @@ def fused_logprobs_and_kl(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    tile_elements: int = TILE_ELEMENTS,
+    tile_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return log p[target], KL(current || reference) and the entropy of every row without its (M, V) logits.
 
@@ -227,24 +366,32 @@ def fused_logprobs_and_kl(
     log p = z - logsumexp(z);   KL = sum_j p_j (log p_j - log q_j);   entropy = -sum_j p_j log p_j
 
     policy_hidden and reference_hidden (M, H), lm_head_weight (V, H), bias (V,), targets (M,) -> three (M,), the KL
-    None without reference_hidden; M = 0 is allowed. Rows go through in tiles of at most `tile_elements` logits (at
-    least one row), and again in backward. Gradients of log p and KL reach policy_hidden, and lm_head_weight and bias
-    where they require one; the entropy is a metric. Without a head of its own the reference uses the policy's, as a
-    constant, which is right only while that head is frozen.
+    None without reference_hidden; M = 0 is allowed. Logits exist a tile at a time: blocks of rows go over tiles of the
+    vocabulary, `tile_elements` logits and as many weights at most (one column at least; the default follows the
+    device), and the work holds about five such tiles. Gradients of log p and KL reach policy_hidden, and
+    lm_head_weight and bias where they require one; the entropy is a metric. With a frozen head the forward pass finds
+    the gradients too, (M, H) each, and backward multiplies them; a trained head is walked over again in backward.
+    Without a head of its own the reference uses the policy's, as a constant, which is right only while that is frozen.
 
-    Half-precision inputs are cast, each head once per call, and results are float32 (float64 for float64): products of
-    rounded logits would break the agreement with the recorded log-probabilities. The reference costs one more product
-    per tile, and with a half-precision head of its own another cast copy.
+    Half-precision inputs are cast, the head tile by tile, and results are float32 (float64 for float64): products of
+    rounded logits would break the agreement with the recorded log-probabilities.
     """
     hidden = [policy_hidden] if reference_hidden is None else [policy_hidden, reference_hidden]
     if targets.dim() != 1 or any(x.dim() != 2 or len(x) != len(targets) for x in hidden):
         shapes = [tuple(x.shape) for x in (*hidden, targets)]
         raise ValueError(f"hidden states and targets have shapes {shapes}, expected (M, H) and (M,): flatten the rows")
+    if tile_elements is None:
+        tile_elements = CPU_TILE_ELEMENTS if policy_hidden.device.type == "cpu" else TILE_ELEMENTS
     if not temperature > 0 or tile_elements < 1:
         raise ValueError(f"temperature={temperature}, tile_elements={tile_elements}, expected above 0 and at least 1")
     if reference_bias is not None and reference_lm_head_weight is None:
         raise ValueError("reference_bias is given without reference_lm_head_weight: give both, or neither to share")
-    return _FusedLogprobsAndKL.apply(
+    if len(targets) and not 0 <= targets.min() <= targets.max() < len(lm_head_weight):
+        found = f"from {targets.min()} to {targets.max()}"
+        raise ValueError(f"targets are {found}, expected 0 to {len(lm_head_weight) - 1}: pass response tokens alone")
+    trained_head = lm_head_weight.requires_grad or (bias is not None and bias.requires_grad)
+    frozen_head = torch.is_grad_enabled() and policy_hidden.requires_grad and not trained_head
+    return (_FrozenHead if frozen_head else _TrainedHead).apply(
         _Options(temperature, logit_scale, softcap, tile_elements),
         *_Tensors(
             policy_hidden, lm_head_weight, bias, targets, reference_hidden, reference_lm_head_weight, reference_bias
