@@ -191,6 +191,7 @@ class SharedPrefix:
     ) -> tuple[Tensor, list[KeyValue]]:
         if not all(suffixes) or not suffixes:
             raise ValueError("a suffix is empty: expected one token at least, from which the response is predicted")
+        assert self.leaves or not any(self.lengths), "backward() has freed this prefix"
         rows, ends = _ranges(suffixes), list(accumulate(self.lengths))
         spans: list[Span] = []
         for member, cluster in zip(rows, clusters, strict=True):
@@ -204,14 +205,14 @@ class SharedPrefix:
         return _PackedPass(Layout(rows, spans), longest, self.leaves or None).run(self.policy, suffixes, first)
 
     def backward(self) -> None:
-        """Send what the suffixes' backward passes gathered through the prefix, once, and free its graph."""
+        """Send what the suffixes' backward passes gathered through the prefix, once, and free it."""
         pairs = [
             (computed, leaf.grad)
             for layer in zip(self.computed, self.leaves, strict=True)
             for computed, leaf in zip(*layer, strict=True)
             if leaf.grad is not None
         ]
-        self.computed = []  # a second call would find nothing to pair with the leaves, and fail
+        self.computed, self.leaves = [], []
         if pairs:
             torch.autograd.backward([computed for computed, _ in pairs], [grad for _, grad in pairs])
 
