@@ -1,6 +1,7 @@
 """One group of four responses by hand: equal rewards teach nothing, two winners of four teach literal numbers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,15 +51,15 @@ def one_group(folder, rewards, **options):
 
 def keep_scores(trainer):
     """Collect the log-probabilities (n, T) of every micro-batch with the gradient that reaches them, by row length."""
-    kept, score = {}, trainer._score
+    kept, scorer = {}, trainer.scorer
 
-    def keeping(batch):
-        scores = score(batch)
-        scores.logprobs.retain_grad()
-        kept.update({int(length): (scores.logprobs, row) for row, length in enumerate(batch.mask.sum(1))})
-        return scores
+    def keeping(*arguments):
+        for rows, batch, scores in scorer.score(*arguments):
+            scores.logprobs.retain_grad()
+            kept.update({int(length): (scores.logprobs, row) for row, length in enumerate(batch.mask.sum(1))})
+            yield rows, batch, scores
 
-    trainer._score = keeping
+    trainer.scorer = SimpleNamespace(plan=scorer.plan, score=keeping)
     return kept
 
 
