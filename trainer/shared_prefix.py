@@ -240,7 +240,7 @@ class Decoder:
     def __init__(
         self, prefix: SharedPrefix, clusters: Sequence[int], own: Sequence[KeyValue], lengths: Tensor, room: int
     ):
-        self.policy, self._clusters = prefix.policy, list(clusters)
+        self.policy, self._cluster = prefix.policy, torch.tensor(clusters, device=lengths.device)  # (R,)
         self._prefix_lengths = torch.tensor(prefix.lengths, device=lengths.device)  # (C,)
         self._prefix = [tuple(_unpack(x, prefix.lengths) for x in layer) for layer in prefix.leaves]
         self._lengths, self._longest_own = lengths, int(lengths.max())  # (R,)
@@ -275,22 +275,22 @@ class Decoder:
             for buffer in buffers:  # the copy is as wide as what is written, and lands in the same memory
                 buffer[: len(rows), :, : self._longest_own] = buffer[rows, :, : self._longest_own]
             self._own[layer] = tuple(buffer[: len(rows)] for buffer in buffers)
-        clusters = [self._clusters[row] for row in rows.tolist()]
-        read = sorted(set(clusters))
+        read, self._cluster = self._cluster[rows].unique(return_inverse=True)
         if len(read) < len(self._prefix_lengths):
             self._prefix_lengths = self._prefix_lengths[read]
             width = int(self._prefix_lengths.max())
             self._prefix = [tuple(x[read, :, :width] for x in layer) for layer in self._prefix] if width else []
-        self._clusters = [read.index(cluster) for cluster in clusters]
         self._arrange()
 
     def _arrange(self) -> None:
         """Give every row a slot in the grid (C, W) of the rows that read each prefix, and mask padded prefixes."""
-        members = [self._clusters[:row].count(cluster) for row, cluster in enumerate(self._clusters)]
-        self._width, device = max(members) + 1, self._lengths.device
-        self._cluster = torch.tensor(self._clusters, device=device)  # (R,)
-        self._slot = self._cluster * self._width + torch.tensor(members, device=device)  # (R,)
-        self._rows = torch.arange(len(members), device=device)  # (R,)
+        self._rows = torch.arange(len(self._cluster), device=self._cluster.device)  # (R,)
+        sizes = self._cluster.bincount(minlength=len(self._prefix_lengths))  # (C,)
+        order = self._cluster.argsort(stable=True)  # (R,)
+        member = torch.empty_like(order)
+        member[order] = self._rows - (sizes.cumsum(0) - sizes)[self._cluster[order]]
+        self._width = int(sizes.max())
+        self._slot = self._cluster * self._width + member  # (R,)
         padded = bool((self._prefix_lengths < self._prefix_lengths.max()).any())
         self._prefix_mask = self._mask(self._prefix_lengths, int(self._prefix_lengths.max())) if padded else None
 
