@@ -92,9 +92,11 @@ class TurnGRPOConfig(GRPOConfig):
     chunk_size: int = _our(5000, "Tokens per chunk where the corpus holds whole documents. Paper: 5000.")
     max_prompt_length: int = _our(8192, "Longest prompt in tokens; a row that cannot fit is an error. Paper: 8192.")
     max_memory_tokens: int = _our(1024, "A memory candidate is cut to this many tokens, and counted. Paper: 1024.")
-    max_tokens_per_microbatch: int = _our(16384, "Padded tokens of one forward and backward pass, >= 1.")
+    max_tokens_per_microbatch: int = _our(
+        16384, "Tokens of one forward and backward pass: prefixes and a micro-batch, >= 1."
+    )
     rollout_batch_tokens: int = _our(262144, "Prompt and response tokens in the sampler's cache at once, >= 1.")
-    share_prefix: bool = _our(True, "Compute the common prefix of a group's prompts once per step.")
+    share_prefix: bool = _our(True, "Compute the common prefix of a group's prompts once, in sampling and training.")
     ledger: bool = _our(True, "Write every rollout to output_dir/rollouts as Parquet before training on it.")
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")
