@@ -271,6 +271,21 @@ def test_packing_into_batches_changes_nothing(model, budget):
     assert one.counts.suffix == 56
 
 
+def test_a_shared_prefix_takes_its_room_once(model):
+    # By length: groups 0, 2, 5, 1. Group 0 holds 6 shared tokens, then 3 rows of 5 + 8 new ones at most: 6 + 39 = 45.
+    # Group 2 (one row of 9) makes it 2 prefixes of 6 and 4 rows of 9 + 8: 12 + 68 = 80, group 5 (two rows) 18 + 102 =
+    # 120, group 1 (two rows) 24 + 136 = 160; without sharing all takes 8 x 19 = 152 at a time. Group 5 holds 2 x 15 =
+    # 30, with group 1 2 x 2 + 4 x 15 = 64; groups 2 and 5 hold 3 x 17 = 51.
+    sizes = {44: [1, 1, 1, 1], 64: [1, 2, 1], 80: [2, 2], 119: [2, 2], 120: [3, 1], 160: [4]}
+    for budget, expected in sizes.items():
+        one = engine(model, rollout_batch_tokens=budget)
+        prompts = [r.prompt_ids for r in requests()]
+        keys = [r.key.group for r in requests()]
+        groups = [[i for i, key in enumerate(keys) if key == group] for group in dict.fromkeys(keys)]
+        packed = one._pack(groups, prompts)
+        assert [len(batch) for batch in packed] == expected, budget
+
+
 # ---- errors ----
 
 

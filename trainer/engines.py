@@ -181,17 +181,27 @@ class TransformersEngine:
         return gap
 
     def _pack(self, groups: list[list[int]], prompts: list[list[int]]) -> list[list[list[int]]]:
-        """Put groups of like prompt length together, as many at once as the token budget of the cache holds."""
+        """Put groups of like prompt length together, as many at once as the token budget of the cache holds.
+
+        The cache holds one padded prefix per group, and per row what is left of its prompt and the new tokens.
+        """
         batches: list[list[list[int]]] = []
-        longest = rows = 0
+        rows = prefix = own = 0
         for group in sorted(groups, key=lambda g: -max(len(prompts[i]) for i in g)):
-            if batches and (rows + len(group)) * (longest + self.max_new_tokens) <= self.rollout_batch_tokens:
+            shared = self._shared([prompts[i] for i in group])
+            prefix, own = max(prefix, shared), max([own, *(len(prompts[i]) - shared for i in group)])
+            rows += len(group)
+            held = (len(batches[-1]) + 1) * prefix + rows * (own + self.max_new_tokens) if batches else 0
+            if batches and held <= self.rollout_batch_tokens:
                 batches[-1].append(group)
-                rows += len(group)
             else:
                 batches.append([group])
-                longest, rows = max(len(prompts[i]) for i in group), len(group)
+                rows, prefix, own = len(group), shared, max(len(prompts[i]) - shared for i in group)
         return batches
+
+    def _shared(self, prompts: list[list[int]]) -> int:
+        """Return how many leading tokens of a group's prompts are computed once."""
+        return common_prefix_length(prompts) if self.share_prefix and len(prompts) > 1 else 0
 
     def _sample(self, head: Head, groups: list[list[list[int]]], keys: list[NoiseKey]) -> list[Completion]:
         """Prefill the groups' prompts and decode all their rows together; rows that finish leave the batch."""
@@ -240,7 +250,7 @@ class TransformersEngine:
         return PaddedDecoder.start(self.policy, prompts, self.pad_id)
 
     def _start_shared(self, groups: list[list[list[int]]]) -> tuple[Decoder, torch.Tensor]:
-        shared = [common_prefix_length(group) if len(group) > 1 else 0 for group in groups]
+        shared = [self._shared(group) for group in groups]
         suffixes = [prompt[n:] for group, n in zip(groups, shared, strict=True) for prompt in group]
         clusters = [number for number, group in enumerate(groups) for _ in group]
         prefix = compute_prefix(self.policy, [group[0][:n] for group, n in zip(groups, shared, strict=True)])
