@@ -69,6 +69,7 @@ def test_the_minimum_preset_is_the_full_experiment():
         (["--exercise_generations", "4"], r"--exercise_generations is \[4\]: expected other sizes than 4"),
         (["--micro_batch_size", "3"], "--micro_batch_size is 3: expected a divisor of batch_size"),
         (["--sft_epochs", "1"], "stops after one"),
+        (["--test_rows", "7"], "--test_rows is 7: expected an even number, 2 to 200"),
     ],
 )
 def test_wrong_numbers_are_named(arguments, message):
@@ -100,6 +101,14 @@ def test_problems_lie_apart_by_use_and_prompts_hold_no_label(tmp_path):
     answers = [f'"final_stock": {row["problem"]["final_stock"]}' for row in rows["test_labels"]]
     text = (tmp_path / "test_prompts.jsonl").read_text()
     assert not any(answer in text for answer in answers)
+
+
+def test_a_part_of_the_test_has_both_strata(tmp_path):
+    data.make_data(tmp_path, LabConfig(test_rows=6, validation_rows=5))
+    labels = data.read_rows(tmp_path / "test_labels.jsonl")
+    assert [row["problem"]["stratum"] for row in labels] == ["ID50"] * 3 + ["OOD100"] * 3
+    assert [row["id"] for row in labels] == [row["id"] for row in data.read_rows(tmp_path / "test_prompts.jsonl")]
+    assert len(data.read_rows(tmp_path / "validation.jsonl")) == 5
 
 
 def test_learning_sees_no_test_and_inference_no_label():

@@ -51,6 +51,8 @@ class LabConfig:
     max_prompt_length: int = _option(256, "Longest prompt in tokens; none is cut.")
     max_completion_length: int = _option(64, "Tokens of a response at most.")
     draws: int = _option(4, "Sampled responses to every test problem, beside the greedy one.")
+    validation_rows: int = _option(200, "The first so many of the 200 validation problems are measured.")
+    test_rows: int = _option(200, "The first so many of the 200 test problems are asked, half of them OOD100; even.")
     save_every: int = _option(50, "Updates between checkpoints that a killed stage goes on from.")
 
     def __post_init__(self) -> None:
@@ -58,6 +60,8 @@ class LabConfig:
             self.revision = SOURCE_REVISION
         self._require(self.batch_size % self.micro_batch_size == 0, "micro_batch_size", "a divisor of batch_size")
         self._require(1 <= self.sft_rows <= 872, "sft_rows", "1 to 872")
+        self._require(1 <= self.validation_rows <= 200, "validation_rows", "1 to 200")
+        self._require(2 <= self.test_rows <= 200 and self.test_rows % 2 == 0, "test_rows", "an even number, 2 to 200")
         for name in ("warm_start_epochs", "sft_epochs"):
             self._require(getattr(self, name) >= 2, name, "2 or more: the interrupted branch stops after one")
         for name in ("grpo", "exercise"):

@@ -11,6 +11,7 @@ from reporting import write_json
 from trl import ModelConfig
 
 from turngrpo.data_prep import stock_arithmetic
+from turngrpo.data_prep.stock_arithmetic import ID50, OOD100
 
 from .config import SOURCE_EOS, SOURCE_MODEL, SOURCE_PARAMETERS, TINY_MODEL, LabConfig
 
@@ -32,13 +33,17 @@ def make_data(folder: Path, config: LabConfig) -> None:
     train = list(data["train"])
     warm_start = [row for row in train if row["use"] == "warm_start"]
     further = [row for row in train if row["use"] == "continued"]
+    half = config.test_rows // 2
+    by_stratum = [[row for row in data["test"] if row["problem"]["stratum"] == stratum] for stratum in (ID50, OOD100)]
+    test = [row for rows in by_stratum for row in rows[:half]]
+    validation = list(data["validation"])[: config.validation_rows]
     imitated = ["id", "prompt", "completion"]
     write_rows(folder / "warm_start.jsonl", warm_start, imitated)
     write_rows(folder / "sft.jsonl", further[: config.sft_rows], imitated)
     write_rows(folder / "rl.jsonl", further, ["id", "prompt", "problem"])
-    write_rows(folder / "validation.jsonl", data["validation"], imitated)
-    write_rows(folder / "test_prompts.jsonl", data["test"], ["id", "prompt"])
-    write_rows(folder / "test_labels.jsonl", data["test"], ["id", "problem"])
+    write_rows(folder / "validation.jsonl", validation, imitated)
+    write_rows(folder / "test_prompts.jsonl", test, ["id", "prompt"])
+    write_rows(folder / "test_labels.jsonl", test, ["id", "problem"])
 
 
 def make_model(folder: Path, config: LabConfig) -> None:
