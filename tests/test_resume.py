@@ -190,6 +190,17 @@ def test_a_longer_run_is_a_warning_and_where_it_writes_is_free(tmp_path):
     assert trainer.state.global_step == 3
 
 
+def test_resuming_the_last_checkpoint_trains_nothing_more(tmp_path):
+    done = run(tmp_path, max_steps=4)
+    again = run(tmp_path, resume=4, max_steps=4)
+    assert again.state.global_step == 4  # transformers alone would make a fifth update
+    assert not (tmp_path / "checkpoint-5").exists()
+    assert all(torch.equal(p, again.model.get_parameter(name)) for name, p in done.model.named_parameters())
+    assert again._step == 4 and again.state.log_history[-2] == done.state.log_history[-2]
+    with pytest.raises(ValueError, match="learning_rate: the checkpoint's is 0.01"):
+        run(tmp_path, resume=4, max_steps=4, learning_rate=5e-3)
+
+
 def test_a_warm_started_adapter_resumes_against_the_same_reference(tmp_path):
     def model():
         torch.manual_seed(1)

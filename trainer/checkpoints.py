@@ -110,6 +110,7 @@ class ExactCheckpoints:
 
     args: Any
     state: Any
+    control: Any
     accelerator: Any
     model: Any
     train_dataset: Any
@@ -138,6 +139,14 @@ class ExactCheckpoints:
         }
 
     # ---- what transformers' Trainer calls (transformers 5.24) ----
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Train nothing where the checkpoint is the run's end; transformers would add an update."""
+        if self.exact and self.state.global_step >= self.state.max_steps:
+            self._load_rng_state(kwargs["resume_from_checkpoint"])
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if not self.exact:

@@ -103,6 +103,7 @@ class Laboratory:
         self.console.rule(stage.name)
         partial = final.with_name(f"{final.name}.partial")
         partial.mkdir(parents=True, exist_ok=True)
+        clean(partial, "unpacked-*")  # of a process that was killed
         started, begun = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
         arguments = (stage.run, partial, self.config, {**inputs, **stage.options})
         process = self._processes.Process(target=_in_process, args=arguments)

@@ -94,7 +94,6 @@ def load(path: Path) -> tuple[Any, Any]:
 @contextmanager
 def starting_point(folder: Path, state: Path | None) -> Iterator[str | None]:
     """Yield the checkpoint to go on from: what this stage saved before it was killed, else `state`, else none."""
-    clean(folder, "unpacked-*")
     own = get_last_checkpoint(str(folder))
     if own is not None or state is None:
         yield own
