@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from common import (
-    Rounds,
     as_table,
     compared,
     console,
@@ -27,14 +26,13 @@ from common import (
     parse,
     parser,
     random_text,
-    run_apart,
     summarise,
-    take_turns,
     times_line,
     write_json,
 )
 from floor import Rates, Work, step_floor
 from trainers import Setting, Timekeeper, check_finite, machine_rates, our_trainer
+from workers import Rounds, run_apart, take_turns
 
 from turngrpo.trainer import GatedMemory, Turn
 from turngrpo.trainer.batching import common_prefix_length

@@ -18,22 +18,20 @@ import torch
 from common import (
     EOS,
     PAD,
-    Rounds,
     as_table,
     compared,
     console,
-    device,
     make_model,
     model_config,
     parse,
     parser,
     summarise,
-    take_turns,
     write_json,
 )
 from floor import Rates, Work, decoding_seconds
 from trainers import Setting, machine_rates, never_ends
 from transformers import GenerationConfig
+from workers import Rounds, device, take_turns
 
 from turngrpo.trainer.engines import TransformersEngine
 from turngrpo.trainer.policy import Policy

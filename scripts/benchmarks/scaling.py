@@ -13,10 +13,11 @@ of its kind; `floor` is the least that the step takes at this machine's measured
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import console, parse, parser, summarise, take_turns, write_json
+from common import console, parse, parser, summarise, write_json
 from floor import Rates
 from rich.table import Table
 from trainers import Setting, check_rounds, machine_rates, ours
+from workers import take_turns
 
 KINDS = ("group", "prompt", "vocabulary")
 

@@ -13,9 +13,10 @@ is the least that the step's arithmetic and reading take at this machine's measu
 
 from typing import Any
 
-from common import as_table, compared, console, parse, parser, summarise, take_turns, times_line, write_json
+from common import as_table, compared, console, parse, parser, summarise, times_line, write_json
 from floor import Rates
 from trainers import Setting, check_rounds, machine_rates, ours, trl
+from workers import take_turns
 
 SIDES = {"ours": ours, "trl": trl}
 

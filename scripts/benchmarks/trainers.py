@@ -6,22 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from common import (
-    MIB,
-    Rounds,
-    device,
-    make_model,
-    make_tokenizer,
-    model_config,
-    random_text,
-    run_apart,
-    synchronize,
-)
+from common import make_model, make_tokenizer, model_config, random_text
 from datasets import Dataset
 from floor import Rates, Shape, Work, measure_rates, shape_of, step_floor
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from workers import MIB, Rounds, device, run_apart, synchronize
 
 from turngrpo.trainer import SingleTurn, TurnGRPOConfig, TurnGRPOTrainer
 
