@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+from workers import peak_resident
 
 from turngrpo.trainer.exact_kl import fused_logprobs_and_kl
 
@@ -99,19 +100,13 @@ def forward_and_backward(side: str, inputs: Inputs) -> tuple[float, list[Tensor]
     return time.perf_counter() - start, [logprobs.detach(), kl.detach(), *gradients]
 
 
-def peak_memory() -> int:
-    """Return the most resident bytes that this process has held so far."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-
-
 def memory_over_inputs(side: str, case: Case) -> float:
     """Return the MiB that one forward and backward takes over its inputs in this process."""
     forward_and_backward(side, Case(512, 8, 8, case.head).inputs())  # what torch sets up at a first call
     inputs = case.inputs()
-    before = peak_memory()
+    before = peak_resident()
     forward_and_backward(side, inputs)
-    return (peak_memory() - before) / 2**20
+    return (peak_resident() - before) / 2**20
 
 
 def measure_memory(case: Case) -> dict[str, float]:
