@@ -4,6 +4,7 @@
     python scripts/benchmarks/train_step.py --quick                     # a tiny random model, in seconds
     python scripts/benchmarks/train_step.py --model FOLDER --threads 2 --repeats 5 --json train_step.json
     python scripts/benchmarks/train_step.py --prompt 4096 --completion 32 --group 16
+    python scripts/benchmarks/train_step.py --against k3                # what exact KL costs: ours with the estimate
 
 LoRA of rank 16 on all linear layers, beta 0.02, float32, no checkpointing; both sides read the same prompt and sample
 exactly C tokens for each of G responses. trl's KL is its estimate k3, ours is exact over the vocabulary. The sides
@@ -16,19 +17,23 @@ from typing import Any
 from common import as_table, compared, console, parse, parser, summarise, times_line, write_json
 from floor import Rates
 from trainers import Setting, check_rounds, machine_rates, ours, trl
-from workers import take_turns
-
-SIDES = {"ours": ours, "trl": trl}
+from workers import Sides, take_turns
 
 
-def benchmark(setting: Setting, machine: Rates, repeats: int, threads: int) -> dict[str, Any]:
+def sides(against: str, setting: Setting) -> Sides:
+    """Return ours, and what it is compared with."""
+    other = {"trl": (trl, (setting,)), "k3": (ours, (setting._replace(kl="k3"),))}
+    return {"ours": (ours, (setting,)), against: other[against]}
+
+
+def benchmark(setting: Setting, against: str, machine: Rates, repeats: int, threads: int) -> dict[str, Any]:
     """Return the comparison of one setting."""
-    found = take_turns({name: (side, (setting,)) for name, side in SIDES.items()}, repeats, threads)
+    found = take_turns(sides(against, setting), repeats, threads)
     for name, rounds in found.items():
         check_rounds(rounds, setting, name)
     model_mib = setting.shape()[1]
-    sides = {name: summarise(rounds, model_mib) for name, rounds in found.items()}
-    return {"name": setting.name, **setting._asdict(), **compared(sides), "floor": setting.floor(machine)}
+    figures = {name: summarise(rounds, model_mib) for name, rounds in found.items()}
+    return {"name": setting.name, **setting._asdict(), **compared(figures), "floor": setting.floor(machine)}
 
 
 def main() -> None:
@@ -36,6 +41,7 @@ def main() -> None:
     options.add_argument("--prompt", type=int, help="tokens; with --completion and --group in place of both cases")
     options.add_argument("--completion", type=int, default=64)
     options.add_argument("--group", type=int, default=8)
+    options.add_argument("--against", choices=["trl", "k3"], default="trl")
     given = parse(options)
     settings = [Setting(given.model, 1024, 64, 8), Setting(given.model, 128, 8, 4)]
     if given.prompt:
@@ -43,7 +49,7 @@ def main() -> None:
     if given.quick:
         settings = [Setting(given.model, 96, 8, 4)]
     machine = machine_rates(given)
-    cases = [benchmark(setting, machine, given.repeats, given.threads) for setting in settings]
+    cases = [benchmark(setting, given.against, machine, given.repeats, given.threads) for setting in settings]
     screen = console()
     screen.print(as_table(cases, f"one step, medians of {given.repeats}, {given.threads} threads, {given.model}"))
     for case in cases:

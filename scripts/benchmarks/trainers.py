@@ -31,6 +31,7 @@ class Setting(NamedTuple):
     vocabulary: int | None = None  # in place of the random model's own
     accumulation: int = 1  # trl cuts the group into this many micro-batches
     checkpointing: bool = False
+    kl: str = "exact"  # ours: "exact" or "k3"
 
     @property
     def name(self) -> str:
@@ -142,7 +143,7 @@ def single_turn(setting: Setting) -> tuple[Any, list[dict[str, str]]]:
 
 
 def ours(rounds: Rounds, setting: Setting) -> None:
-    """One step of TurnGRPOTrainer with exact KL: its engine records behavior log-probabilities."""
+    """One step of TurnGRPOTrainer, whose engine records behavior log-probabilities."""
     tokenizer, rows = single_turn(setting)
     with tempfile.TemporaryDirectory() as folder:
         our_trainer(
@@ -152,6 +153,7 @@ def ours(rounds: Rounds, setting: Setting) -> None:
             tokenizer,
             SingleTurn(),
             max_prompt_length=setting.prompt,
+            kl=setting.kl,
             callbacks=[Timekeeper(rounds)],
         ).train()
 
