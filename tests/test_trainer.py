@@ -1,9 +1,11 @@
 """The trainer under a workflow: gradients against an independent reference, invariances, checks, options."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import math
+import os
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -163,6 +165,47 @@ def test_how_it_is_computed_changes_nothing(change, tmp_path):
     texts = [[turn.completion_ids for turn in t._buffered_inputs[0].rollout.turns] for t in (plain, changed)]
     assert texts[0] == texts[1]
     assert relative_gap(found, expected) < 1e-10
+
+
+def test_every_prefix_goes_through_the_model_once_in_sampling_reference_and_training(tmp_path):
+    trainer = make_trainer(tmp_path, beta=0.1, num_iterations=2, peft_config=LoraConfig(**LORA), behavior_check="off")
+    seen, phase, timed = {}, [], trainer._timed
+
+    @contextlib.contextmanager
+    def watched(name):
+        phase.append(name)
+        with timed(name):
+            yield
+        phase.pop()
+
+    trainer._timed = watched
+    trainer.scorer = replace(trainer.scorer, timed=watched)
+    layer = trainer.model.get_base_model().model.layers[0].mlp
+
+    def count(module, inputs):
+        hidden = inputs[0]
+        seen[phase[-1]] = seen.get(phase[-1], 0) + hidden.shape[0] * hidden.shape[1]
+
+    layer.register_forward_pre_hook(count)
+    batch = first_batch(trainer)
+    gradients(trainer, batch)
+    turns, places = trainer._buffered_inputs[0].rollout.turns, trainer._buffered_inputs[0].rollout.places
+    groups = {}
+    for turn, (group, _, number) in zip(turns, places, strict=True):
+        groups.setdefault((group, number), []).append(turn)
+    assert max(map(len, groups.values())) == 4 > min(map(len, groups.values()))  # some readers left before others
+    once = apart = 0
+    for members in groups.values():
+        prompts = [turn.prompt_ids for turn in members]
+        shared = min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1) if len(members) > 1 else 0
+        # All tokens but the last of a response are read, in sampling as in scoring; the shared ones once.
+        lengths = [len(turn.prompt_ids) + len(turn.completion_ids) - 1 for turn in members]
+        once, apart = once + shared + sum(lengths) - shared * len(members), apart + sum(lengths)
+    assert seen == {"generation": once, "reference": once, "scoring": once} and once < apart
+    log = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert log["tokens/generation"] == log["tokens/reference"] == log["tokens/scoring"] == once
+    gradients(trainer, batch)  # the second update on this rollout: sampled and scored by the reference before
+    assert seen == {"generation": once, "reference": once, "scoring": 2 * once}
 
 
 # ---- behavior policy ----
