@@ -51,9 +51,10 @@ class Reading(NamedTuple):
     chunk: int
     completion: int
     group: int
+    max_tokens: int
 
     def setting(self) -> Setting:
-        return Setting(self.model, self.chunk, self.completion, self.group)
+        return Setting(self.model, self.chunk, self.completion, self.group, max_tokens=self.max_tokens)
 
 
 class ForcedGates(GatedMemory):
@@ -147,10 +148,11 @@ def main() -> None:
     options.add_argument("--chunk", type=int, default=512, help="tokens")
     options.add_argument("--completion", type=int, default=48)
     options.add_argument("--group", type=int, default=8)
+    options.add_argument("--max_tokens", type=int, default=4096, help="of a micro-batch, on both sides")
     given = parse(options)
     if given.quick:
         given.chunks, given.chunk, given.completion, given.group = 2, 128, 6, 4
-    reading = Reading(given.model, given.chunks, given.chunk, given.completion, given.group)
+    reading = Reading(given.model, given.chunks, given.chunk, given.completion, given.group, given.max_tokens)
     machine = machine_rates(given)
     cases, difference = benchmark(reading, machine, given.repeats, given.threads)
     title = "{chunks} chunks of {chunk} tokens, G={group}, {completion} new tokens, {model}".format(**cases[0])

@@ -89,16 +89,17 @@ class Runner:
 
 def steps(runner: Runner, setting: Setting, most: int) -> list[dict[str, Any]]:
     """Return the figures of ours, of trl with groups up to `most` and of trl with the whole group in micro-batches."""
+    row = setting.prompt + setting.completion
     found, fitted, group = [runner.step("ours", ours, setting)], 1, 2
     while group <= most:
-        one = runner.step("trl", trl, setting._replace(group=group))
+        one = runner.step("trl", trl, setting._replace(group=group, max_tokens=group * row))
         if one is None:
             if "OutOfMemory" in runner.failures[-1]:
                 runner.failures.pop()  # that was the question
             break
         found, fitted, group = [*found, one], group, 2 * group
     if fitted < setting.group:
-        found.append(runner.step("trl, in parts", trl, setting._replace(accumulation=setting.group // fitted)))
+        found.append(runner.step("trl, in parts", trl, setting._replace(max_tokens=fitted * row)))
     return [one for one in found if one is not None]
 
 
@@ -137,7 +138,8 @@ def steps_table(cases: list[dict[str, Any]], title: str) -> Table:
     ):
         table.add_column(heading, justify="right")
     for one in cases:
-        rows = "by tokens" if one["name"] == "ours" else str(one["group"] // one["accumulation"])
+        row = one["prompt"] + one["completion"]
+        rows = "all" if one["name"] == "ours" else str(min(one["group"], one["max_tokens"] // row))
         seconds = (one["seconds"], one["seconds_per_response"])
         memory = (one["peak_mib"] / 1024, one["over_model_mib"] / 1024)
         times = (*(f"{x:.3f}" for x in seconds), f"{one['time_ratio']:.2f}", f"{one['floor']['seconds']:.3g}")

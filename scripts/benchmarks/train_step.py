@@ -6,10 +6,11 @@
     python scripts/benchmarks/train_step.py --prompt 4096 --completion 32 --group 16
     python scripts/benchmarks/train_step.py --against k3                # what exact KL costs: ours with the estimate
 
-LoRA of rank 16 on all linear layers, beta 0.02, float32, no checkpointing; both sides read the same prompt and sample
-exactly C tokens for each of G responses. trl's KL is its estimate k3, ours is exact over the vocabulary. The sides
-take turns, each in a process of its own; figures are medians, and a ratio below 1 means that ours needs less. `floor`
-is the least that the step's arithmetic and reading take at this machine's measured rates (floor.py).
+LoRA of rank 16 on all linear layers, beta 0.02, float32; both sides read the same prompt and sample exactly C tokens
+for each of G responses. A micro-batch holds --max_tokens tokens at most on both sides: trl takes as many rows at once
+as fit, at some 4 MiB a token for the default model. trl's KL is its estimate k3, ours is exact over the vocabulary.
+The sides take turns, each in a process of its own; figures are medians, and a ratio below 1 means that ours needs
+less. `floor` is the least that the step's arithmetic and reading take at this machine's measured rates (floor.py).
 """
 
 from typing import Any
@@ -42,12 +43,16 @@ def main() -> None:
     options.add_argument("--completion", type=int, default=64)
     options.add_argument("--group", type=int, default=8)
     options.add_argument("--against", choices=["trl", "k3"], default="trl")
+    options.add_argument("--max_tokens", type=int, default=4096, help="of a micro-batch")
+    options.add_argument("--gradient_checkpointing", action="store_true", help="on both sides")
     given = parse(options)
-    settings = [Setting(given.model, 1024, 64, 8), Setting(given.model, 128, 8, 4)]
+    sizes = [(1024, 64, 8), (128, 8, 4)]
     if given.prompt:
-        settings = [Setting(given.model, given.prompt, given.completion, given.group)]
+        sizes = [(given.prompt, given.completion, given.group)]
     if given.quick:
-        settings = [Setting(given.model, 96, 8, 4)]
+        sizes = [(96, 8, 4)]
+    same = {"max_tokens": given.max_tokens, "checkpointing": given.gradient_checkpointing}
+    settings = [Setting(given.model, *size, **same) for size in sizes]
     machine = machine_rates(given)
     cases = [benchmark(setting, given.against, machine, given.repeats, given.threads) for setting in settings]
     screen = console()

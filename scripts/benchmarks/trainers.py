@@ -29,7 +29,7 @@ class Setting(NamedTuple):
     group: int
     dtype: str = "float32"
     vocabulary: int | None = None  # in place of the random model's own
-    accumulation: int = 1  # trl cuts the group into this many micro-batches
+    max_tokens: int = 16384  # of a micro-batch, on both sides
     checkpointing: bool = False
     kl: str = "exact"  # ours: "exact" or "k3"
 
@@ -40,6 +40,12 @@ class Setting(NamedTuple):
     @property
     def overrides(self) -> dict[str, int]:
         return {} if self.vocabulary is None else {"vocab_size": self.vocabulary}
+
+    @property
+    def rows(self) -> int:
+        """Rows of trl's micro-batches: as many as the tokens allow of those that divide the group, one at least."""
+        fit = self.max_tokens // (self.prompt + self.completion)
+        return max(rows for rows in range(1, self.group + 1) if self.group % rows == 0 and (rows <= fit or rows == 1))
 
     def work(self) -> Work:
         return Work(self.prompt, self.completion, self.group)
@@ -121,11 +127,12 @@ def our_trainer(
 ) -> TurnGRPOTrainer:
     """Return our trainer with LoRA of rank 16 on all linear layers, whose completions never end by themselves."""
     callbacks = more.pop("callbacks", None)
+    own = {"alpha": 1.0, "max_tokens_per_microbatch": setting.max_tokens}
     model = make_model(setting.model, getattr(torch, setting.dtype), **setting.overrides)
     trainer = TurnGRPOTrainer(
         model,
         token_reward,
-        TurnGRPOConfig(**common_options(setting, folder) | {"alpha": 1.0} | more),
+        TurnGRPOConfig(**common_options(setting, folder) | own | more),
         Dataset.from_list(list(rows)),
         processing_class=tokenizer,
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
@@ -164,8 +171,8 @@ def trl(rounds: Rounds, setting: Setting) -> None:
     model = make_model(setting.model, getattr(torch, setting.dtype), **setting.overrides)
     with tempfile.TemporaryDirectory() as folder:
         micro_batches = {
-            "per_device_train_batch_size": setting.group // setting.accumulation,
-            "gradient_accumulation_steps": setting.accumulation,
+            "per_device_train_batch_size": setting.rows,
+            "gradient_accumulation_steps": setting.group // setting.rows,
         }
         trainer = GRPOTrainer(
             model,
