@@ -4,7 +4,7 @@ import contextlib
 import copy
 import hashlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -156,6 +156,9 @@ class Scorer:
                 batch = collate_turns([turns[row] for row in rows], device, dtype)
                 with self.timed("scoring"):
                     scores = self._scores(current.hidden(rows), reference_hidden, batch)
+                if reference_hidden is not None and self.kl != "exact":
+                    with self.timed("reference"):
+                        scores = replace(scores, reference_logprobs=self._reference_logprobs(reference_hidden, batch))
                 yield rows, batch, scores
             with self.timed("optimisation"):
                 current.backward()
@@ -177,28 +180,31 @@ class Scorer:
         return hidden
 
     def _scores(self, hidden: torch.Tensor, reference_hidden: torch.Tensor | None, batch: TurnBatch) -> Scores:
-        head, own = self.policy.head(), self.reference.head() if self.reference is not None else None
-        options: dict[str, Any] = {
-            "temperature": self.temperature, "logit_scale": head.scale, "softcap": head.softcap
-        }  # fmt: skip
-        exact: dict[str, Any] = {}
-        if own is not None and self.kl == "exact":
-            exact = {"reference_lm_head_weight": own.weight, "reference_bias": own.bias}
+        head, against = self.policy.head(), None
+        reference: dict[str, Any] = {}
+        if self.reference is not None and self.kl == "exact":
+            own, against = self.reference.head(), reference_hidden
+            reference = {"reference_lm_head_weight": own.weight, "reference_bias": own.bias}
         logprobs, divergence, entropy = fused_logprobs_and_kl(
-            hidden, reference_hidden if exact else None, head.weight, batch.targets, bias=head.bias, **options, **exact
+            hidden, against, head.weight, batch.targets, bias=head.bias, **self._options(head), **reference
         )
-        reference_logprobs = None
-        if own is not None and reference_hidden is not None and not exact:
-            with self.timed("reference"), torch.no_grad():
-                reference_logprobs, _, _ = fused_logprobs_and_kl(
-                    reference_hidden, None, own.weight, batch.targets, bias=own.bias, **options
-                )
         return Scores(
             logprobs=batch.unflatten(logprobs),
             entropy=batch.unflatten(entropy),
             kl=None if divergence is None else batch.unflatten(divergence),
-            reference_logprobs=None if reference_logprobs is None else batch.unflatten(reference_logprobs),
         )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, hidden: torch.Tensor, batch: TurnBatch) -> torch.Tensor:
+        assert self.reference is not None
+        head = self.reference.head()
+        logprobs, _, _ = fused_logprobs_and_kl(
+            hidden, None, head.weight, batch.targets, bias=head.bias, **self._options(head)
+        )
+        return batch.unflatten(logprobs)
+
+    def _options(self, head: Head) -> dict[str, Any]:
+        return {"temperature": self.temperature, "logit_scale": head.scale, "softcap": head.softcap}
 
 
 def fed_tokens(turns: Sequence[Turn], part: Pass) -> int:
