@@ -54,7 +54,10 @@ def markdown(results: Mapping[str, Any]) -> str:
         *(section for kind in (GREEDY, DRAWS) for section in test_section(results["test"], kind)),
         "![correct answers](test.png)",
         "## Learning",
-        table(["branch", "updates", "first", "last", "validation NLL by epoch"], learning_rows(results["histories"])),
+        table(
+            ["branch", "updates", "first", "last", "groups of equal rewards", "validation NLL by epoch"],
+            learning_rows(results["histories"]),
+        ),
         "![training](training.png)",
         "## Interrupted and resumed against straight",
         table(["branch", "identical", "fields compared", "rollouts compared"], resume_rows(results["resume"])),
@@ -96,14 +99,16 @@ def test_section(test: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def learning_rows(histories: Mapping[str, Any]) -> list[list[Any]]:
-    """Return updates, first and last reward (or loss), and the validation NLL of every epoch."""
+    """Return updates, first and last reward (or loss), share of groups that teach nothing by reward, validation NLL."""
     rows = []
     for name, history in histories.items():
         measure = "reward" if any("reward" in log for log in history) else "loss"
         values = [log[measure] for log in history if measure in log]
         nll = ", ".join(f"{log['eval_nll']:.4f}" for log in history if "eval_nll" in log)
         updates = max(log["step"] for log in history)
-        rows.append([name, updates, f"{measure} {values[0]:.4f}", f"{measure} {values[-1]:.4f}", nll])
+        equal = [log["frac_reward_zero_std"] for log in history if "frac_reward_zero_std" in log]
+        share = f"{sum(equal) / len(equal):.2f}" if equal else ""
+        rows.append([name, updates, f"{measure} {values[0]:.4f}", f"{measure} {values[-1]:.4f}", share, nll])
     return rows
 
 
