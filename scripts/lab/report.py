@@ -99,7 +99,7 @@ def test_section(test: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def learning_rows(histories: Mapping[str, Any]) -> list[list[Any]]:
-    """Return updates, first and last reward (or loss), share of groups that teach nothing by reward, validation NLL."""
+    """Return updates, first and last reward (or loss), share of groups of equal rewards, and the validation NLL."""
     rows = []
     for name, history in histories.items():
         measure = "reward" if any("reward" in log for log in history) else "loss"
