@@ -150,12 +150,17 @@ def plot_training(histories: Mapping[str, Any], path: Path) -> None:
     """Draw loss and validation NLL of supervised branches, reward and KL of the others, over the updates."""
     figure, axes = _figure(len(histories))
     for axis, (name, history) in zip(axes, histories.items(), strict=True):
-        names = ("reward", "kl") if any("reward" in log for log in history) else ("loss", "eval_nll")
-        for measure, target in zip(names, (axis, axis.twinx() if names[0] == "reward" else axis), strict=True):
+        rewarded = any("reward" in log for log in history)
+        names, right = (("reward", "kl"), axis.twinx()) if rewarded else (("loss", "eval_nll"), axis)
+        for measure, target, color in zip(names, (axis, right), ("C0", "C1"), strict=True):
             points = [(log["step"], log[measure]) for log in history if measure in log]
-            color, marker = ("C0", "") if measure == names[0] else ("C1", "o" if names[0] == "loss" else "")
+            marker = "o" if measure == "eval_nll" else ""
             target.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=3, label=measure)
-            target.set_ylabel(measure, color=color)
+            if rewarded:
+                target.set_ylabel(measure, color=color)
+        if not rewarded:
+            axis.set_ylabel("nats per token")
+            axis.legend()
         axis.set(title=name, xlabel="update")
         axis.grid(alpha=0.3)
     _save(figure, path)
