@@ -1,5 +1,6 @@
 """What must hold before a workflow trains: arguments, model and rows, each with an error that says what to do."""
 
+import os
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -26,8 +27,16 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
         if arguments.get(name):
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
     args.check_workflow_options()
-    if args.world_size > 1:
-        raise ValueError(f"a workflow trains in one process, found {args.world_size}: launch with --num_processes 1")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs: launch a process for each (accelerate_configs/multi_gpu.yaml), or "
+            "show it one (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ValueError(
+            "FSDP is not honoured under a workflow, which samples and scores outside the forward pass that gathers "
+            "its shards: use DDP (accelerate_configs/multi_gpu.yaml) or DeepSpeed ZeRO (zero2.yaml, zero3.yaml)"
+        )
     return args
 
 

@@ -9,7 +9,7 @@ from trl.trainer.utils import RepeatSampler
 
 from .checkpoints import ExactCheckpoints
 from .iteration import ScoredRollout, TrainingSlice, training_slices
-from .ledger import Ledger, rollout_rows, write_rows
+from .ledger import Ledger, process_suffix, rollout_rows, write_rows
 from .rollout import Trajectory, Turn
 from .scoring import tensors_digest
 
@@ -56,13 +56,15 @@ def rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
             for t in rollout.trajectories
         ],
         "tensors": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
+        "own": rollout.own,
     }
 
 
 def restore_rollout(state: dict[str, Any]) -> ScoredRollout:
     """Return the rollout of `rollout_state`, the same to the last bit in everything that an update reads."""
     trajectories = [Trajectory(**{**t, "turns": [Turn(**turn) for turn in t["turns"]]}) for t in state["trajectories"]]
-    return ScoredRollout(trajectories=trajectories, iteration=state["iteration"], **state["tensors"])
+    tensors, own = state["tensors"], state["own"]
+    return ScoredRollout(trajectories=trajectories, iteration=state["iteration"], own=own, **tensors)
 
 
 class Resumable(ExactCheckpoints):
@@ -137,7 +139,10 @@ class Resumable(ExactCheckpoints):
     # ---- the ledger ----
 
     def _open_ledger(self, position: int) -> Ledger | None:
-        self._ledger = Ledger(Path(self.args.output_dir) / "rollouts", position) if self.args.ledger else None
+        if self.args.ledger:
+            process = self.accelerator.process_index
+            self._ledger = Ledger(Path(self.args.output_dir) / "rollouts", position, process)
+            self.accelerator.wait_for_everyone()
         return self._ledger
 
     def _write_down(self, rollout: ScoredRollout) -> None:
@@ -154,7 +159,7 @@ class Resumable(ExactCheckpoints):
 
     def _save_rollout(self, rollout: ScoredRollout) -> Path:
         """Write a rollout whose numbers are not finite where an error message can point to it."""
-        name = f"rollout_{rollout.iteration:05d}.parquet"
+        name = f"rollout_{rollout.iteration:05d}{process_suffix(self.accelerator.process_index)}.parquet"
         return write_rows(self._rows(rollout), Path(self.args.output_dir) / "nonfinite" / name)
 
     def _slices(self, rollout: ScoredRollout) -> list[TrainingSlice]:

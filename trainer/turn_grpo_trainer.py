@@ -27,6 +27,7 @@ from .iteration import (
 )
 from .losses import clipped_surrogate, k3_kl
 from .policy import Policy, evaluating, zero_dropout
+from .processes import gather_rollout, own_rows, process_count, sum_gradients
 from .recording import Recording
 from .resume import Resumable
 from .rollout import Trajectory, collect
@@ -178,28 +179,40 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         group_size: int,
         seed: int,
         iteration: int,
-        first_group: int = 0,
+        before: int = 0,
+        limit: int | None = None,
     ) -> ScoredRollout:
-        """Sample one trajectory per row (each prompt stands `group_size` times in a row) and score them."""
+        """Sample one trajectory per row and score those of all processes; rows stand prompt by prompt, each repeated.
+
+        `before` global rows came earlier; those from `limit` on are repetitions that fill up a batch, and are dropped.
+        """
         assert self.workflow is not None
-        before = engine.counts.total
-        groups = [first_group + index // group_size for index in range(len(rows))]
-        members = [index % group_size for index in range(len(rows))]
+        sampled, places = engine.counts.total, own_rows(len(rows), before)
+        groups = [place // group_size for place in places]
+        members = [place % group_size for place in places]
         label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
         with self._timed("generation"), rollout_progress(label, len(rows), self.args.disable_tqdm) as on_turn:
             trajectories = collect(
                 self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn
             )
-        self._add_cost("tokens/generation", engine.counts.total - before)
+        self._add_cost("tokens/generation", engine.counts.total - sampled)
         per_func, per_turn = self._reward(rows, trajectories)
+        everyone, per_turn, own = gather_rollout(trajectories, per_turn)
+        if limit is not None:
+            everyone = everyone[: limit - before]
+            own = range(min(own.start, len(everyone)), min(own.stop, len(everyone)))
+            per_func, per_turn = per_func[: len(everyone)], per_turn[: sum(len(t.turns) for t in everyone)]
         return score_rollout(
-            trajectories, iteration, per_func, self.reward_weights, per_turn, self.args, self.workflow.strict_format
+            everyone, iteration, per_func, self.reward_weights, per_turn, self.args, self.workflow.strict_format, own
         )
 
     def _reward(
         self, rows: Sequence[dict[str, Any]], trajectories: list[Trajectory]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call TRL's reward machinery on the last turns, then the turn reward functions; (B, F) and (N, F_turn)."""
+        """Call TRL's reward machinery on the last turns, then the turn reward functions.
+
+        Returns the rewards (B, F) of all processes, as TRL gathers them, and the turn rewards (N, F_turn) of this one.
+        """
         last = [trajectory.turns[-1] for trajectory in trajectories]
         prompts = [trajectory.prompt for trajectory in trajectories]
         completion_ids = [turn.completion_ids for turn in last]
@@ -244,7 +257,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         self._current_train_step_time += time.perf_counter() - started
         if self.accelerator.sync_gradients:
             self._finish_update()
-        return total
+        return total * process_count()  # transformers logs the mean over processes, the objective is their sum
 
     def _needs_forward(self, part: TrainingSlice) -> list[int]:
         """The slice's turns that can move the policy: with beta 0, those with an advantage."""
@@ -280,10 +293,13 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         return k3
 
     def _finish_update(self) -> None:
-        """Log what the whole update measured; parameters that no turn touched get a zero gradient, not none."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        """Sum the gradients of all processes and log what the whole update measured.
+
+        Our passes call the model itself, not DDP around it, whose hooks then stay idle: one reduction per optimizer
+        step, however many micro-batches each process had.
+        """
+        with self._timed("optimisation"):
+            sum_gradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         self._log_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 
@@ -307,7 +323,8 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         count = lambda _, tokens: self._add_cost("tokens/behavior_check", tokens)  # noqa: E731
         scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
         with evaluating(self.model), self._timed("behavior_check"):
-            for rows, batch, scores in scorer.score(rollout.turns, scorer.plan(rollout.turns, keys=rollout.clusters)):
+            plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
+            for rows, batch, scores in scorer.score(rollout.turns, plan):
                 self._compare_behavior(rollout, rows, batch, scores.logprobs)
 
     def _compare_behavior(
@@ -330,15 +347,15 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
     ) -> Any:
         if self.workflow is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if len(inputs) % self.num_generations_eval:
+        rows = len(inputs) * process_count()
+        if rows % self.num_generations_eval:
             raise ValueError(
-                f"an evaluation batch has {len(inputs)} rows, expected a multiple of num_generations_eval="
+                f"an evaluation batch has {rows} rows, expected a multiple of num_generations_eval="
                 f"{self.num_generations_eval}: set per_device_eval_batch_size to one"
             )
-        first_group = sum(len(set(r.group_ids.tolist())) for r, _, _ in self._evaluated)
-        rollout = self._roll_out(
-            inputs, self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION, first_group
-        )
+        before = sum(len(rollout.trajectories) for rollout, _, _ in self._evaluated)
+        sampling = self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION
+        rollout = self._roll_out(inputs, *sampling, before, self._evaluation_rows)
         self._record(rollout, "eval")
         with torch.no_grad():
             losses, kl = self._evaluation_losses(rollout)
@@ -346,14 +363,19 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         return losses.sum(), None, None
 
     def _evaluation_losses(self, rollout: ScoredRollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1."""
+        """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1.
+
+        Turns of other processes have 0.
+        """
         weights = objective_weights(rollout, range(len(rollout.trajectories)), self.loss_type)
         lengths = torch.tensor([len(turn.completion_ids) for turn in rollout.turns])
-        losses = -rollout.advantages.double() * lengths * weights
+        own = torch.zeros(len(lengths), dtype=torch.float64)
+        own[rollout.own_turns] = 1.0
+        losses = -rollout.advantages.double() * lengths * weights * own
         if self.reference is None:
             return losses, None
         kl = torch.zeros(len(lengths), dtype=torch.float64)
-        plan = self.scorer.plan(rollout.turns, keys=rollout.clusters)
+        plan = self.scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
         for rows, batch, scores in self.scorer.score(rollout.turns, plan):
             per_token = self._kl(scores, batch)
             assert per_token is not None
@@ -366,6 +388,13 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             return super().evaluation_loop(*args, **kwargs)
         named = inspect.signature(GRPOTrainer.evaluation_loop).bind(self, *args, **kwargs)
         named.apply_defaults()
+        rows = getattr(named.arguments["dataloader"], "dataset", None)
+        if process_count() > 1 and not hasattr(rows, "__len__"):
+            raise ValueError(
+                "an evaluation stream has no length, by which repeated rows of the last batch are told on several "
+                "processes: evaluate on a Dataset"
+            )
+        self._evaluation_rows = len(rows) * self.num_generations_eval if process_count() > 1 else None  # type: ignore
         with self._evaluation_recording():
             output: Any = super().evaluation_loop(*args, **kwargs)
             metrics = self._evaluation_metrics()

@@ -1,0 +1,218 @@
+"""What test_processes.py runs in one process and in two, by the same functions; started by a launcher with a case.
+
+    torchrun --nproc_per_node 2 tests/process_cases.py CASE FOLDER
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from peft import LoraConfig
+from training import ParityWorkflow, length_turn_reward, make_trainer, token_reward
+from transformers import TrainerCallback
+
+from turngrpo.rewards import exit_reward, update_reward
+from turngrpo.trainer import GatedMemory
+from turngrpo.trainer.gates import GateDecision
+
+
+class CountedWorkflow(ParityWorkflow):
+    """Reads as many turns as the row says, so that processes hold as many turns as a test wants."""
+
+    def start(self, row):
+        return super().start(row) | {"limit": row["turns"]}
+
+    def advance(self, state, turn):
+        super().advance(state, turn)
+        return state["turns"] < state["limit"]
+
+
+class TokenGates(GatedMemory):
+    """A random model's gates that open and close: by the tokens of its completion."""
+
+    def decide(self, turn):
+        first, last = turn.completion_ids[0], turn.completion_ids[-1]
+        return None if first % 5 == 0 else GateDecision(first % 2 == 0, "red is 1" if first % 3 else "", last % 4 == 0)
+
+
+def counted_rows():
+    return Dataset.from_list([{"prompt": "code of red is", "turns": 1}, {"prompt": "code of blue", "turns": 3}])
+
+
+def corpus():
+    texts = ["code of red is 1", "blue is yet no", "red is 2"]
+    return Dataset.from_list(
+        [
+            {
+                "id": f"row-{i}",
+                "question": "code of red",
+                "answers": ["1"],
+                "chunks": [{"text": texts[(i + k) % 3], "evidence": k == i % 3} for k in range(3)],
+            }
+            for i in range(5)
+        ]
+    )
+
+
+def facts():
+    """Return what every test asserts about the launch it got."""
+    state = PartialState()
+    return {"num_processes": state.num_processes, "distributed_type": state.distributed_type.value}
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradient that the first optimizer step takes: after the reduction, before the step."""
+
+    def __init__(self):
+        self.kept = None
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.trainer.is_in_train = True
+        engine = getattr(self.trainer, "deepspeed", None)
+        if engine is not None:
+            from deepspeed.utils import safe_get_full_grad
+
+            step = engine.step
+
+            def keeping_step(*arguments, **options):
+                self.keep(safe_get_full_grad)
+                return step(*arguments, **options)
+
+            engine.step = keeping_step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.keep(lambda parameter: parameter.grad)
+
+    def keep(self, gradient):
+        if self.kept is None:
+            named = self.trainer.model.named_parameters()
+            self.kept = {name: gradient(p).detach().clone() for name, p in named if p.requires_grad}
+
+
+def gradient(folder, lora=False, split=False, **options):
+    """One update in `processes` equal parts of six trajectories: 3 turns against 9, or one group over all processes."""
+    keeper, processes = Gradients(), PartialState().num_processes
+    trainer = make_trainer(
+        folder,
+        ParityWorkflow() if split else CountedWorkflow(),
+        dataset=None if split else counted_rows(),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
+        per_device_train_batch_size=6 // processes,
+        num_generations=6 if split else 3,
+        max_tokens_per_microbatch=24,
+        max_grad_norm=0.0,
+        max_steps=1,
+        beta=0.3,
+        callbacks=[keeper],
+        **options,
+    )
+    keeper.trainer = trainer
+    torch.manual_seed(0)
+    trainer.train()
+    rollout = trainer._buffered_inputs[0].rollout
+    own = [rollout.turns[i] for i in rollout.own_turns]
+    return {
+        "gradient": keeper.kept,
+        "advantages": rollout.advantages,
+        "own_turns": len(own),
+        "tokens": [turn.completion_ids for turn in own],
+        "log": trainer.state.log_history,
+    }
+
+
+def gated(folder, **options):
+    """Two iterations of gated memory, two updates on each, evaluated on five rows along the way."""
+    processes = PartialState().num_processes
+    trainer = make_trainer(
+        folder,
+        TokenGates(strict_format=False),
+        dataset=corpus(),
+        eval_dataset=corpus(),
+        reward_funcs=[token_reward, exit_reward],
+        turn_reward_funcs=[update_reward, length_turn_reward],
+        per_device_train_batch_size=8 // processes,
+        per_device_eval_batch_size=4 // processes,
+        num_generations_eval=2,
+        num_iterations=2,
+        max_steps=4,
+        beta=0.1,
+        eval_strategy="steps",
+        eval_steps=2,
+        log_completions=True,
+        num_completions_to_print=0,
+        **options,
+    )
+    trainer.train()
+    return {"log": trainer.state.log_history}
+
+
+def resumable(folder, resume=None, **options):
+    """Four updates with a checkpoint at each."""
+    from test_resume import run
+
+    size = 8 // PartialState().num_processes
+    trainer = run(folder, resume=resume, max_steps=4, per_device_train_batch_size=size, **options)
+    return {"log": trainer.state.log_history}
+
+
+def killed(folder):
+    """The same, but one process is killed in the middle of saving the third checkpoint."""
+    save = torch.save
+
+    def killing(value, path, *args, **kwargs):
+        save(value, path, *args, **kwargs)
+        if "turngrpo_state_1" in str(path) and "checkpoint-3" in str(path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = killing
+    return resumable(folder)
+
+
+def resumed(folder):
+    return resumable(folder, resume=2)
+
+
+def failing(folder):
+    """One process's reward function raises while the other waits for it."""
+
+    def reward(trajectories, **columns):
+        if PartialState().process_index == 1:
+            raise ZeroDivisionError("no reward on process 1")
+        return [0.0] * len(trajectories)
+
+    make_trainer(folder, reward_funcs=reward, per_device_train_batch_size=4).train()
+    return {}
+
+
+CASES = {
+    "full": gradient,
+    "lora": lambda folder: gradient(folder, lora=True),
+    "split": lambda folder: gradient(folder, split=True),
+    "gated": gated,
+    "straight": resumable,
+    "killed": killed,
+    "resumed": resumed,
+    "failing": failing,
+}
+
+
+def run_case(name, folder):
+    """Run a case and return its result, which every process also writes to FOLDER/NAME_RANK.pt."""
+    folder = Path(folder)
+    result = CASES[name](folder / name) | facts()
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(result, folder / f"{name}_{PartialState().process_index}.pt")
+    return result
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    PartialState(cpu=True)  # before anything asks how many processes there are
+    for case in sys.argv[1].split(","):
+        run_case(case, sys.argv[2])
+    print(json.dumps(facts()))
