@@ -1,12 +1,18 @@
-"""What test_processes.py runs in one process and in two, by the same functions; started by a launcher with a case.
+"""What test_processes.py runs in one process and in two, by the same functions; a launcher starts the two.
 
-    torchrun --nproc_per_node 2 tests/process_cases.py CASE FOLDER
+    torchrun --nproc_per_node 2 tests/process_cases.py FOLDER STAGE [STAGE ...]        a stage: CASE[,CASE ...]
+
+Every stage but the last runs in forks of the launcher's processes, which have imported everything once: one may be
+killed, and the next begins anew.
 """
 
 import json
 import os
+import shutil
 import signal
 import sys
+import time
+import traceback
 from pathlib import Path
 
 import torch
@@ -95,7 +101,7 @@ class Gradients(TrainerCallback):
 
 
 def gradient(folder, lora=False, split=False, **options):
-    """One update in `processes` equal parts of six trajectories: 3 turns against 9, or one group over all processes."""
+    """One update of six trajectories in equal parts: 3 turns against 9, or one group over all processes."""
     keeper, processes = Gradients(), PartialState().num_processes
     trainer = make_trainer(
         folder,
@@ -108,6 +114,7 @@ def gradient(folder, lora=False, split=False, **options):
         max_grad_norm=0.0,
         max_steps=1,
         beta=0.3,
+        alpha=1.0 if split else 0.6,
         callbacks=[keeper],
         **options,
     )
@@ -119,6 +126,8 @@ def gradient(folder, lora=False, split=False, **options):
     return {
         "gradient": keeper.kept,
         "advantages": rollout.advantages,
+        "rewards": rollout.rewards,
+        "first_turns": [rollout.trajectory_ids.tolist().index(owner) for owner in range(len(rollout.trajectories))],
         "own_turns": len(own),
         "tokens": [turn.completion_ids for turn in own],
         "log": trainer.state.log_history,
@@ -174,6 +183,11 @@ def killed(folder):
 
 
 def resumed(folder):
+    """Goes on from what the killed run left."""
+    state = PartialState(cpu=True)
+    if state.is_main_process:
+        shutil.copytree(folder.with_name("killed"), folder)
+    state.wait_for_everyone()
     return resumable(folder, resume=2)
 
 
@@ -210,9 +224,40 @@ def run_case(name, folder):
     return result
 
 
+def run_stage(cases, folder):
+    PartialState(cpu=True)  # before anything asks how many processes there are
+    for case in cases.split(","):
+        run_case(case, folder)
+
+
+def meet_at(number):
+    """Give a stage a port of its own, so that nobody meets a process of the stage before."""
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1 + number)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def run_fork(number, cases, folder):
+    """Run a stage in a fork; write down its exit status and seconds."""
+    started, fork = time.perf_counter(), os.fork()
+    if not fork:
+        meet_at(number)
+        status = 1
+        try:
+            run_stage(cases, folder)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    ending = {"status": status, "seconds": time.perf_counter() - started}
+    Path(folder, f"{cases}_ending_{os.environ['RANK']}.json").write_text(json.dumps(ending))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    PartialState(cpu=True)  # before anything asks how many processes there are
-    for case in sys.argv[1].split(","):
-        run_case(case, sys.argv[2])
-    print(json.dumps(facts()))
+    folder, *stages = sys.argv[1:]
+    for number, stage in enumerate(stages[:-1]):
+        run_fork(number, stage, folder)
+    meet_at(len(stages))
+    run_stage(stages[-1], folder)
