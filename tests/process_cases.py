@@ -203,7 +203,14 @@ def failing(folder):
     return {}
 
 
+def zero(folder, lora=False):
+    """The gradient case under DeepSpeed, from a model that was loaded as a user would, in parts under ZeRO-3."""
+    return gradient(folder, lora=lora, deepspeed=os.environ["ZERO_CONFIG"])
+
+
 CASES = {
+    "zero_full": zero,
+    "zero_lora": lambda folder: zero(folder, lora=True),
     "full": gradient,
     "lora": lambda folder: gradient(folder, lora=True),
     "split": lambda folder: gradient(folder, split=True),
@@ -225,6 +232,8 @@ def run_case(name, folder):
 
 
 def run_stage(cases, folder):
+    if cases.startswith("zero"):
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(cpu=True)  # before anything asks how many processes there are
     for case in cases.split(","):
         run_case(case, folder)

@@ -37,6 +37,8 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             "FSDP is not honoured under a workflow, which samples and scores outside the forward pass that gathers "
             "its shards: use DDP (accelerate_configs/multi_gpu.yaml) or DeepSpeed ZeRO (zero2.yaml, zero3.yaml)"
         )
+    if args.fp16 and (args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
+        raise ValueError("fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling is bypassed: use bf16")
     return args
 
 

@@ -95,10 +95,10 @@ class Recording:
                 self._metrics[mode][name].append(value)
         pending: dict[str, list[float]] = {}
         for part in gather_object([dict(self._pending_metrics)]):
-            for name, values in part.items():
-                pending.setdefault(name, []).extend(values)
-        for name, values in pending.items():
-            self._metrics[mode][name].append(sum(values) / len(values))
+            for name, several in part.items():
+                pending.setdefault(name, []).extend(several)
+        for name, several in pending.items():
+            self._metrics[mode][name].append(sum(several) / len(several))
         self._pending_metrics.clear()
         self._log_turns(rollout, mode)
 

@@ -81,6 +81,7 @@ class Resumable(ExactCheckpoints):
     reward_func_names: list[str]
     _turn_reward_names: list[str]
     _costs: dict[str, float]
+    _whole_weights: Any
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
@@ -92,12 +93,15 @@ class Resumable(ExactCheckpoints):
             return super().train(*args, **kwargs)
         self._step, self._buffered_inputs, self._ledger = 0, None, None
         output = super().train(*args, **kwargs)
-        if self.reference is not None and self.reference.digest() != self.fingerprint["reference"]:
-            raise RuntimeError("the reference policy changed during training: KL was measured against a moving target")
+        with self._whole_weights():
+            if self.reference is not None and self.reference.digest() != self.fingerprint["reference"]:
+                raise RuntimeError("the reference policy changed during training: KL had a moving target")
         return output
 
     def _fingerprint(self) -> dict[str, Any]:
-        return super()._fingerprint() | {"reference": None if self.reference is None else self.reference.digest()}
+        with self._whole_weights():
+            reference = None if self.reference is None else self.reference.digest()
+            return super()._fingerprint() | {"reference": reference}
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)  # type: ignore[misc]

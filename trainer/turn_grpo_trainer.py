@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
@@ -27,7 +27,15 @@ from .iteration import (
 )
 from .losses import clipped_surrogate, k3_kl
 from .policy import Policy, evaluating, zero_dropout
-from .processes import gather_rollout, own_rows, process_count, sum_gradients
+from .processes import (
+    engine_backward,
+    gather_rollout,
+    local_leaves,
+    own_rows,
+    process_count,
+    sum_gradients,
+    whole_weights,
+)
 from .recording import Recording
 from .resume import Resumable
 from .rollout import Trajectory, collect
@@ -94,7 +102,8 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             super().__init__(*named.args[1:], **named.kwargs)
         finally:
             args.beta = self.beta = beta
-        self._set_up_workflow(workflow, turn_reward_funcs)
+        with self._whole_weights():
+            self._set_up_workflow(workflow, turn_reward_funcs)
 
     # ---- set-up under a workflow ----
 
@@ -122,6 +131,9 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
             check_rows(workflow, dataset, name, self.args, self.model)
         zero_dropout(self.model)
+        if self.is_deepspeed_enabled and self.args.bf16:
+            self.model.to(torch.bfloat16)  # as the engine will: reference and digests are of the weights that train
+        self._gradients: dict[str, torch.Tensor] = {}  # of this process, until the engine gets them
         self.policy = Policy(self.model, self.accelerator.autocast)
         self.reference = Reference(self.policy) if self.beta else None
         if self.reference is not None and not is_peft_model(self.model):
@@ -244,20 +256,27 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        part: TrainingSlice = self._prepare_inputs(inputs)
+        with self._whole_weights():
+            total = self._train_slice(self._prepare_inputs(inputs))
+            self._step += 1
+            self._current_train_step_time += time.perf_counter() - started
+            if self.accelerator.sync_gradients:
+                self._finish_update()
+        return total * process_count()  # transformers logs the mean over processes, the objective is their sum
+
+    def _train_slice(self, part: TrainingSlice) -> torch.Tensor:
+        """Run the passes of this process's turns, forward and backward; returns their share of the objective."""
         rollout, total = part.rollout, torch.zeros((), device=self.accelerator.device)
         plan = self.scorer.plan(rollout.turns, self._needs_forward(part), rollout.clusters)
         kept = part.reference_hidden if self.num_iterations > 1 else None
-        for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
-            loss = self._microbatch_loss(part, rows, batch, scores)
-            with self._timed("optimisation"):
-                self.accelerator.backward(loss)
-            total += loss.detach()
-        self._step += 1
-        self._current_train_step_time += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
-            self._finish_update()
-        return total * process_count()  # transformers logs the mean over processes, the objective is their sum
+        apart = self.is_deepspeed_enabled
+        with local_leaves(self.model, self._gradients) if apart else contextlib.nullcontext():
+            for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
+                loss = self._microbatch_loss(part, rows, batch, scores)
+                with self._timed("optimisation"):
+                    loss.backward() if apart else self.accelerator.backward(loss)
+                total += loss.detach()
+        return total
 
     def _needs_forward(self, part: TrainingSlice) -> list[int]:
         """The slice's turns that can move the policy: with beta 0, those with an advantage."""
@@ -293,13 +312,16 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         return k3
 
     def _finish_update(self) -> None:
-        """Sum the gradients of all processes and log what the whole update measured.
-
-        Our passes call the model itself, not DDP around it, whose hooks then stay idle: one reduction per optimizer
-        step, however many micro-batches each process had.
-        """
+        """Sum the gradients of all processes, once per optimizer step, and log what the whole update measured."""
         with self._timed("optimisation"):
-            sum_gradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+            if self.is_deepspeed_enabled:
+                finite = all(bool(gradient.isfinite().all()) for gradient in self._gradients.values())
+                if not all(gather_object([finite])):  # the engine steps at once
+                    self._stop_at_gradient(torch.nan)
+                engine_backward(self.accelerator, self.model, self._gradients)
+                self._gradients.clear()
+            else:
+                sum_gradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         self._log_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 
@@ -307,14 +329,21 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         """Stop before a nonfinite gradient reaches the weights; called by transformers' loop before the optimizer."""
         norm = super()._get_grad_norm(model, grad_norm)
         if self.workflow is not None and not torch.isfinite(torch.as_tensor(norm)):
-            rollout = self._buffered_inputs[0].rollout
-            groups = sorted({trajectory.group for trajectory in rollout.trajectories})
-            path = self._save_rollout(rollout)
-            raise FloatingPointError(
-                f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
-                f"{rollout.iteration}, groups {groups}, written to {path}"
-            )
+            self._stop_at_gradient(norm)
         return norm
+
+    def _stop_at_gradient(self, norm: Any) -> None:
+        rollout = self._buffered_inputs[0].rollout
+        groups = sorted({trajectory.group for trajectory in rollout.trajectories})
+        path = self._save_rollout(rollout)
+        raise FloatingPointError(
+            f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
+            f"{rollout.iteration}, groups {groups}, written to {path}"
+        )
+
+    def _whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the weights whole on every process, which ZeRO-3 alone cuts into parts."""
+        return whole_weights(self.model, getattr(self, "deepspeed", None))
 
     # ---- behavior check ----
 
@@ -355,10 +384,10 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             )
         before = sum(len(rollout.trajectories) for rollout, _, _ in self._evaluated)
         sampling = self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION
-        rollout = self._roll_out(inputs, *sampling, before, self._evaluation_rows)
-        self._record(rollout, "eval")
-        with torch.no_grad():
+        with self._whole_weights(), torch.no_grad():
+            rollout = self._roll_out(inputs, *sampling, before, self._evaluation_rows)
             losses, kl = self._evaluation_losses(rollout)
+        self._record(rollout, "eval")
         self._evaluated.append((rollout, losses, kl))
         return losses.sum(), None, None
 
