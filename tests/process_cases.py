@@ -1,7 +1,8 @@
 """What test_processes.py runs in one process and in two, by the same functions; a launcher starts the two.
 
-    torchrun --nproc_per_node 2 tests/process_cases.py FOLDER STAGE [STAGE ...]        a stage: CASE[,CASE ...]
+    torchrun --nproc_per_node 2 tests/process_cases.py FOLDER STAGE [STAGE ...]
 
+A stage is CASE[,CASE ...], or zero2:CASE[,CASE ...] and zero3:... under DeepSpeed.
 Every stage but the last runs in forks of the launcher's processes, which have imported everything once: one may be
 killed, and the next begins anew.
 """
@@ -19,12 +20,26 @@ import torch
 from accelerate import PartialState
 from datasets import Dataset
 from peft import LoraConfig
+from tiny import tiny_model, word_tokenizer
 from training import ParityWorkflow, length_turn_reward, make_trainer, token_reward
 from transformers import TrainerCallback
 
 from turngrpo.rewards import exit_reward, update_reward
 from turngrpo.trainer import GatedMemory
 from turngrpo.trainer.gates import GateDecision
+
+ENGINE = {}  # options of the stage's DeepSpeed engine, if it has one
+
+
+def zero_config(stage):
+    """The field's usual DeepSpeed configuration, with torch's AdamW on the CPU (another would be built first)."""
+    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {
+        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+    } | dict.fromkeys(auto, "auto")
 
 
 class CountedWorkflow(ParityWorkflow):
@@ -116,7 +131,7 @@ def gradient(folder, lora=False, split=False, **options):
         beta=0.3,
         alpha=1.0 if split else 0.6,
         callbacks=[keeper],
-        **options,
+        **(ENGINE | options),
     )
     keeper.trainer = trainer
     torch.manual_seed(0)
@@ -154,10 +169,27 @@ def gated(folder, **options):
         eval_steps=2,
         log_completions=True,
         num_completions_to_print=0,
-        **options,
+        **(ENGINE | options),
     )
     trainer.train()
     return {"log": trainer.state.log_history}
+
+
+def loaded(folder):
+    """The gradient case with a model that trl loads from a folder: ZeRO-3 cuts it into parts at once."""
+    path = folder.with_name("model")
+    if PartialState().is_main_process:
+        tiny_model(len(word_tokenizer())).save_pretrained(path)
+    PartialState().wait_for_everyone()
+    return gradient(folder, model=str(path))
+
+
+def lower(folder):
+    """LoRA in bfloat16 against its reference."""
+    options = {"bf16": True, "per_device_train_batch_size": 8 // PartialState().num_processes, "beta": 0.1}
+    trainer = make_trainer(folder, peft_config=LoraConfig(r=4, target_modules="all-linear"), **(ENGINE | options))
+    trainer.train()
+    return {"log": trainer.state.log_history, "dtypes": {str(p.dtype) for p in trainer.model.parameters()}}
 
 
 def resumable(folder, resume=None, **options):
@@ -165,8 +197,8 @@ def resumable(folder, resume=None, **options):
     from test_resume import run
 
     size = 8 // PartialState().num_processes
-    trainer = run(folder, resume=resume, max_steps=4, per_device_train_batch_size=size, **options)
-    return {"log": trainer.state.log_history}
+    options = {"max_steps": 4, "per_device_train_batch_size": size} | ENGINE | options
+    return {"log": run(folder, resume=resume, **options).state.log_history}
 
 
 def killed(folder):
@@ -182,11 +214,11 @@ def killed(folder):
     return resumable(folder)
 
 
-def resumed(folder):
-    """Goes on from what the killed run left."""
+def resumed(folder, run):
+    """Goes on from what another run left."""
     state = PartialState(cpu=True)
     if state.is_main_process:
-        shutil.copytree(folder.with_name("killed"), folder)
+        shutil.copytree(folder.with_name(run), folder)
     state.wait_for_everyone()
     return resumable(folder, resume=2)
 
@@ -203,21 +235,18 @@ def failing(folder):
     return {}
 
 
-def zero(folder, lora=False):
-    """The gradient case under DeepSpeed, from a model that was loaded as a user would, in parts under ZeRO-3."""
-    return gradient(folder, lora=lora, deepspeed=os.environ["ZERO_CONFIG"])
-
-
 CASES = {
-    "zero_full": zero,
-    "zero_lora": lambda folder: zero(folder, lora=True),
     "full": gradient,
     "lora": lambda folder: gradient(folder, lora=True),
     "split": lambda folder: gradient(folder, split=True),
     "gated": gated,
     "straight": resumable,
     "killed": killed,
-    "resumed": resumed,
+    "resumed": lambda folder: resumed(folder, "killed"),
+    "stopped": lambda folder: resumable(folder, stop=2),
+    "continued": lambda folder: resumed(folder, "stopped"),
+    "loaded": loaded,
+    "lower": lower,
     "failing": failing,
 }
 
@@ -231,12 +260,17 @@ def run_case(name, folder):
     return result
 
 
-def run_stage(cases, folder):
-    if cases.startswith("zero"):
+def run_stage(stage, folder):
+    engine, cases = stage.rpartition(":")[::2]
+    if engine:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        ENGINE["deepspeed"] = zero_config(int(engine.removeprefix("zero")))
     PartialState(cpu=True)  # before anything asks how many processes there are
     for case in cases.split(","):
-        run_case(case, folder)
+        run_case(case, Path(folder, engine))
 
 
 def meet_at(number):
@@ -245,14 +279,14 @@ def meet_at(number):
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
 
 
-def run_fork(number, cases, folder):
+def run_fork(number, stage, folder):
     """Run a stage in a fork; write down its exit status and seconds."""
     started, fork = time.perf_counter(), os.fork()
     if not fork:
         meet_at(number)
         status = 1
         try:
-            run_stage(cases, folder)
+            run_stage(stage, folder)
             status = 0
         except Exception:
             traceback.print_exc()
@@ -260,7 +294,7 @@ def run_fork(number, cases, folder):
         os._exit(status)
     status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
     ending = {"status": status, "seconds": time.perf_counter() - started}
-    Path(folder, f"{cases}_ending_{os.environ['RANK']}.json").write_text(json.dumps(ending))
+    Path(folder, f"{stage}_ending_{os.environ['RANK']}.json").write_text(json.dumps(ending))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from turngrpo.trainer.states import compare_states
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-LIMIT = 150  # seconds for a launch; what takes longer hangs
+LIMIT = 400  # seconds for a launch; what takes longer hangs
 ENDING = 60  # seconds in which a run ends after one of its processes was killed or failed, its start included
 DURATIONS = ("time", "second")
 
@@ -180,6 +180,59 @@ def test_another_number_of_processes_is_refused_by_name(two, tmp_path):
     shutil.copytree(two / "straight", tmp_path / "straight")
     with pytest.raises(ValueError, match="processes: the checkpoint's run had 2, this one has 1"):
         process_cases.resumable(tmp_path / "straight", resume=2)
+
+
+# ---- DeepSpeed ----
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    """One launch of two processes under ZeRO-2 and ZeRO-3, each stage with an engine of its own."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install turngrpo[deepspeed]")
+    folder = tmp_path_factory.mktemp("zero")
+    stages = ["zero2:full,lora,gated", "zero3:full,lora,loaded,gated"]
+    stages += [f"{engine}:{cases}" for engine in ("zero2", "zero3") for cases in ("straight,stopped", "continued")]
+    done = launch(TORCHRUN, folder, *stages, "zero2:lower", "zero3:lower")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+ENGINES = ("zero2", "zero3")
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [*((engine, case) for engine in ENGINES for case in ("full", "lora")), ("zero3", "loaded")],  # in parts when loaded
+)
+def test_the_gradient_that_a_deepspeed_engine_steps_with_is_that_of_one_process(engine, case, one, zero):
+    whole, parts = one("lora" if case == "lora" else "full"), results(zero / engine, case, "DEEPSPEED")
+    assert sorted(part["own_turns"] for part in parts) == [3, 9]
+    assert [tokens for part in parts for tokens in part["tokens"]] == whole["tokens"]
+    for part in parts:  # the engine's mean over processes, or its scaling by accumulation, would be off by 2
+        assert relative_gap(part["gradient"], whole["gradient"]) < 1e-5
+    assert_same_logs(whole["log"], parts[0]["log"])  # the engine's gradient norm is among them
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gated_memory_trains_alike_under_deepspeed(engine, one, zero):
+    logs = results(zero / engine, "gated", "DEEPSPEED")[0]["log"]
+    assert_same_logs(one("gated")["log"], logs, left_out=["tokens/generation", "tokens/scoring", "tokens/reference"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_deepspeed_run_resumes_identically(engine, zero):
+    results(zero / engine, "continued", "DEEPSPEED")
+    folders = [zero / engine / run / "checkpoint-4" for run in ("straight", "continued")]
+    assert compare_states(*folders) == []
+    assert any(folders[0].rglob("*optim_states.pt"))  # the engine's own state was there to compare
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16_weights_keep_their_reference(engine, zero):
+    """The engine casts the weights; the reference's digest, checked at the end, is of what trains."""
+    part = results(zero / engine, "lower", "DEEPSPEED")[0]
+    assert part["dtypes"] == {"torch.bfloat16"}
+    assert part["log"][0]["kl"] == pytest.approx(0, abs=1e-6) and part["log"][1]["kl"] > 0
 
 
 # ---- options and launchers ----

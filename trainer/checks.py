@@ -38,7 +38,9 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             "its shards: use DDP (accelerate_configs/multi_gpu.yaml) or DeepSpeed ZeRO (zero2.yaml, zero3.yaml)"
         )
     if args.fp16 and (args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
-        raise ValueError("fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling is bypassed: use bf16")
+        raise ValueError(
+            "fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling it bypasses: set bf16"
+        )
     return args
 
 

@@ -96,7 +96,8 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         args = named.arguments["args"] = check_arguments(named.arguments)
         self._tag_names, self._name, self._paper = [*self._tag_names, "turngrpo"], "TurnGRPO", PAPER
         # TRL reloads the reference of a fully trained model from its config's path; ours is a snapshot.
-        beta, snapshot = args.beta, not (is_peft_model(model) or named.arguments.get("peft_config"))
+        adapted = named.arguments.get("peft_config") or (not isinstance(model, str) and is_peft_model(model))
+        beta, snapshot = args.beta, not adapted
         try:
             args.beta = 0.0 if snapshot else beta
             super().__init__(*named.args[1:], **named.kwargs)
