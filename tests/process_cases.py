@@ -175,13 +175,13 @@ def gated(folder, **options):
     return {"log": trainer.state.log_history}
 
 
-def loaded(folder):
+def loaded(folder, **options):
     """The gradient case with a model that trl loads from a folder: ZeRO-3 cuts it into parts at once."""
     path = folder.with_name("model")
     if PartialState().is_main_process:
         tiny_model(len(word_tokenizer())).save_pretrained(path)
     PartialState().wait_for_everyone()
-    return gradient(folder, model=str(path))
+    return gradient(folder, model=str(path), **options)
 
 
 def lower(folder):
@@ -246,6 +246,7 @@ CASES = {
     "stopped": lambda folder: resumable(folder, stop=2),
     "continued": lambda folder: resumed(folder, "stopped"),
     "loaded": loaded,
+    "loaded_lora": lambda folder: loaded(folder, lora=True),
     "lower": lower,
     "failing": failing,
 }

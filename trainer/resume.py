@@ -81,7 +81,7 @@ class Resumable(ExactCheckpoints):
     reward_func_names: list[str]
     _turn_reward_names: list[str]
     _costs: dict[str, float]
-    _whole_weights: Any
+    whole_weights: Any
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
@@ -93,13 +93,13 @@ class Resumable(ExactCheckpoints):
             return super().train(*args, **kwargs)
         self._step, self._buffered_inputs, self._ledger = 0, None, None
         output = super().train(*args, **kwargs)
-        with self._whole_weights():
+        with self.whole_weights():
             if self.reference is not None and self.reference.digest() != self.fingerprint["reference"]:
                 raise RuntimeError("the reference policy changed during training: KL had a moving target")
         return output
 
     def _fingerprint(self) -> dict[str, Any]:
-        with self._whole_weights():
+        with self.whole_weights():
             reference = None if self.reference is None else self.reference.digest()
             return super()._fingerprint() | {"reference": reference}
 

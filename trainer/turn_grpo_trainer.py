@@ -103,7 +103,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             super().__init__(*named.args[1:], **named.kwargs)
         finally:
             args.beta = self.beta = beta
-        with self._whole_weights():
+        with self.whole_weights():
             self._set_up_workflow(workflow, turn_reward_funcs)
 
     # ---- set-up under a workflow ----
@@ -257,7 +257,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        with self._whole_weights():
+        with self.whole_weights():
             total = self._train_slice(self._prepare_inputs(inputs))
             self._step += 1
             self._current_train_step_time += time.perf_counter() - started
@@ -342,8 +342,8 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             f"{rollout.iteration}, groups {groups}, written to {path}"
         )
 
-    def _whole_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the weights whole on every process, which ZeRO-3 alone cuts into parts."""
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the weights whole on every process, which ZeRO-3 alone cuts into parts; every process must enter."""
         return whole_weights(self.model, getattr(self, "deepspeed", None))
 
     # ---- behavior check ----
@@ -385,7 +385,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             )
         before = sum(len(rollout.trajectories) for rollout, _, _ in self._evaluated)
         sampling = self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION
-        with self._whole_weights(), torch.no_grad():
+        with self.whole_weights(), torch.no_grad():
             rollout = self._roll_out(inputs, *sampling, before, self._evaluation_rows)
             losses, kl = self._evaluation_losses(rollout)
         self._record(rollout, "eval")
