@@ -16,7 +16,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from training import make_trainer, relative_gap
 
-from turngrpo.trainer import TurnGRPOConfig
+from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig
+from turngrpo.trainer.iteration import score_rollout, training_slices
 from turngrpo.trainer.states import compare_states
 
 ROOT = Path(__file__).parents[1]
@@ -243,6 +244,21 @@ def test_bfloat16_weights_keep_their_reference(engine, zero):
 # ---- options and launchers ----
 
 
+def test_slices_of_the_same_number_train_together(tmp_path):
+    """Two processes hold trajectories 0, 1 and 2, 3; each of two updates takes one of either."""
+    trajectories = [
+        Trajectory({}, group, 0, [Turn(1, [5], [6] * n, [], "eos", "")]) for group, n in enumerate((1, 2, 4, 8))
+    ]
+    config = TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True)
+    rewards = torch.tensor([[1.0]] * 4), torch.ones(1), torch.zeros(4, 0)
+    rollout = score_rollout(trajectories, 0, *rewards, config, False, own=range(2, 4))
+    first, second = training_slices(rollout, 1, 1, "dapo")
+    assert (first.indices, second.indices) == ([2], [3])
+    # Tokens 1 + 4 and 2 + 8; over all four slices it would be 15, of this process's alone 4.
+    assert first.weights.tolist() == pytest.approx([1 / 5, 0, 1 / 5, 0])
+    assert second.weights.tolist() == pytest.approx([0, 1 / 10, 0, 1 / 10])
+
+
 def test_an_update_holds_whole_groups_over_all_processes(tmp_path, monkeypatch):
     options = {"report_to": [], "use_cpu": True, "bf16": False, "loss_type": "grpo", "num_generations": 4}
     monkeypatch.setattr(TurnGRPOConfig, "world_size", 2)
@@ -257,6 +273,18 @@ def test_fsdp_is_refused_by_name_under_a_workflow(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="FSDP is not honoured under a workflow.*multi_gpu.yaml.*zero3.yaml"):
         make_trainer(tmp_path)
+
+
+def test_other_ways_to_share_out_rows_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(TurnGRPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="without even_batches is not honoured"):
+        make_trainer(tmp_path, accelerator_config={"even_batches": False})
+
+
+def test_fp16_is_refused_by_name_under_deepspeed(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="fp16 is not honoured under a workflow with DeepSpeed"):
+        make_trainer(tmp_path, fp16=True)
 
 
 @pytest.mark.parametrize(

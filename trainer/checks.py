@@ -37,6 +37,12 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             "FSDP is not honoured under a workflow, which samples and scores outside the forward pass that gathers "
             "its shards: use DDP (accelerate_configs/multi_gpu.yaml) or DeepSpeed ZeRO (zero2.yaml, zero3.yaml)"
         )
+    loading: Any = args.accelerator_config
+    if args.world_size > 1 and (loading.split_batches or loading.dispatch_batches or not loading.even_batches):
+        raise ValueError(
+            "accelerator_config with split_batches, dispatch_batches or without even_batches is not honoured under a "
+            "workflow: every process reads its own rows of a global batch, equally many; leave them out"
+        )
     if args.fp16 and (args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
         raise ValueError(
             "fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling it bypasses: set bf16"

@@ -2,15 +2,18 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
 from .batching import TurnBatch
+from .behavior import behavior_gap, default_tolerance, describe_gap
 from .iteration import ScoredRollout
 from .metrics import COST_NAMES, Meter, scored_metrics
+from .policy import evaluating
 from .scoring import Scores
 
 
@@ -27,6 +30,10 @@ class Recording:
     _turn_reward_names: list[str]
     loss_type: str
     log_completions: bool
+    args: Any
+    model: Any
+    policy: Any
+    scorer: Any
 
     def _start_recording(self) -> None:
         """TRL bounds its completion log by prompts; with many turns per trajectory it is cleared per rollout."""
@@ -82,6 +89,30 @@ class Recording:
             name: sum(costs[name] for costs in everywhere) if name.startswith("tokens/") else amount
             for name, amount in self._costs.items()
         }
+
+    # ---- behavior check ----
+
+    def _check_behavior(self, rollout: ScoredRollout) -> None:
+        """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
+        count = lambda _, tokens: self._add_cost("tokens/behavior_check", tokens)  # noqa: E731
+        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
+        with evaluating(self.model), self._timed("behavior_check"):
+            plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
+            for rows, batch, scores in scorer.score(rollout.turns, plan):
+                self._compare_behavior(rollout, rows, batch, scores.logprobs)
+
+    def _compare_behavior(
+        self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
+    ) -> None:
+        """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
+        gap = behavior_gap(logprobs, batch)
+        self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
+        self._meter.add_peak("behavior_gap/max", float(gap.max()))
+        tolerance = self.args.behavior_tolerance or default_tolerance(self.policy.dtype)
+        if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
+            row = int(gap.amax(dim=1).argmax())
+            name = rollout.turn_name(indices[row])
+            raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
 
     # ---- rollouts ----
 

@@ -166,6 +166,15 @@ class Resumable(ExactCheckpoints):
         name = f"rollout_{rollout.iteration:05d}{process_suffix(self.accelerator.process_index)}.parquet"
         return write_rows(self._rows(rollout), Path(self.args.output_dir) / "nonfinite" / name)
 
+    def _stop_at_gradient(self, norm: Any) -> None:
+        rollout = self._buffered_inputs[0].rollout
+        groups = sorted({trajectory.group for trajectory in rollout.trajectories})
+        path = self._save_rollout(rollout)
+        raise FloatingPointError(
+            f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
+            f"{rollout.iteration}, groups {groups}, written to {path}"
+        )
+
     def _slices(self, rollout: ScoredRollout) -> list[TrainingSlice]:
         size, per_update = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
         return training_slices(rollout, size, per_update, self.loss_type)

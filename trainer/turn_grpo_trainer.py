@@ -5,7 +5,6 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
 from .batching import TurnBatch
-from .behavior import behavior_gap, default_tolerance, describe_gap
 from .callbacks import OptimizerTimer, rollout_progress
 from .checks import check_arguments, check_model, check_rows
 from .engines import TransformersEngine
@@ -26,7 +24,7 @@ from .iteration import (
     score_rollout,
 )
 from .losses import clipped_surrogate, k3_kl
-from .policy import Policy, evaluating, zero_dropout
+from .policy import Policy, zero_dropout
 from .processes import (
     engine_backward,
     gather_rollout,
@@ -73,6 +71,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
     num_generations: Any
     num_generations_eval: Any
     _buffered_inputs: Any
+    _evaluation_rows: int | None = None  # of the evaluation set, where a batch may hold more
 
     def __init__(
         self,
@@ -333,42 +332,9 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             self._stop_at_gradient(norm)
         return norm
 
-    def _stop_at_gradient(self, norm: Any) -> None:
-        rollout = self._buffered_inputs[0].rollout
-        groups = sorted({trajectory.group for trajectory in rollout.trajectories})
-        path = self._save_rollout(rollout)
-        raise FloatingPointError(
-            f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
-            f"{rollout.iteration}, groups {groups}, written to {path}"
-        )
-
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Hold the weights whole on every process, which ZeRO-3 alone cuts into parts; every process must enter."""
         return whole_weights(self.model, getattr(self, "deepspeed", None))
-
-    # ---- behavior check ----
-
-    def _check_behavior(self, rollout: ScoredRollout) -> None:
-        """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
-        count = lambda _, tokens: self._add_cost("tokens/behavior_check", tokens)  # noqa: E731
-        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
-        with evaluating(self.model), self._timed("behavior_check"):
-            plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
-            for rows, batch, scores in scorer.score(rollout.turns, plan):
-                self._compare_behavior(rollout, rows, batch, scores.logprobs)
-
-    def _compare_behavior(
-        self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
-    ) -> None:
-        """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
-        gap = behavior_gap(logprobs, batch)
-        self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
-        self._meter.add_peak("behavior_gap/max", float(gap.max()))
-        tolerance = self.args.behavior_tolerance or default_tolerance(self.policy.dtype)
-        if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
-            row = int(gap.amax(dim=1).argmax())
-            name = rollout.turn_name(indices[row])
-            raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
 
     # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
 
@@ -418,13 +384,14 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             return super().evaluation_loop(*args, **kwargs)
         named = inspect.signature(GRPOTrainer.evaluation_loop).bind(self, *args, **kwargs)
         named.apply_defaults()
-        rows = getattr(named.arguments["dataloader"], "dataset", None)
-        if process_count() > 1 and not hasattr(rows, "__len__"):
-            raise ValueError(
-                "an evaluation stream has no length, by which repeated rows of the last batch are told on several "
-                "processes: evaluate on a Dataset"
-            )
-        self._evaluation_rows = len(rows) * self.num_generations_eval if process_count() > 1 else None  # type: ignore
+        if process_count() > 1:  # accelerate fills up the last batches with rows of the first
+            rows = named.arguments["dataloader"].dataset
+            if not hasattr(rows, "__len__"):
+                raise ValueError(
+                    "an evaluation stream has no length that would tell its rows from those that fill up the last "
+                    "batch on several processes: evaluate on a Dataset"
+                )
+            self._evaluation_rows = len(rows) * self.num_generations_eval
         with self._evaluation_recording():
             output: Any = super().evaluation_loop(*args, **kwargs)
             metrics = self._evaluation_metrics()
