@@ -103,7 +103,7 @@ class Run:
 
 
 def check_output(config: TurnGRPOConfig) -> None:
-    """Raise ValueError where the run would write over what another one left."""
+    """Raise ValueError where the run would write over what another one left; every process sees it as it is found."""
     folder = Path(config.output_dir or "")
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir is {str(folder)!r}, which is a file: expected a folder, or a new name")
@@ -153,6 +153,8 @@ def quickstart(
     size = StartOptions(reading_updates=0, spoiling_updates=0) if options.dry_run else StartOptions()
     model, corpus = folder / "model", folder / "corpus.jsonl"
     if not (config.resume_from_checkpoint and corpus.is_file() and model.is_dir()):
+        if config.world_size > 1:
+            raise ValueError("--quickstart warm-starts its model in one process: use accelerate_configs/cpu.yaml")
         prepare_start(folder, config.seed, size)
     options.corpus, model_options.model_name_or_path = str(corpus), str(model)
     options.validation_fraction, options.split_seed = VALIDATION_FRACTION, config.seed
@@ -225,20 +227,21 @@ def dry_run(run: Run) -> None:
 
 
 def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evaluation:
-    """Evaluate the trainer's model on the validation rows, on the same noise every time."""
-    return evaluate_policy(
-        trainer.model,
-        run.tokenizer,
-        workflow or run.workflow,
-        list(run.validation),
-        run.config,
-        run.rewards,
-        run.turn_rewards,
-        members=run.options.validation_members,
-        label=label,
-        reference=trainer.reference if workflow is None else None,
-        autocast=trainer.accelerator.autocast,
-    )
+    """Evaluate the trainer's model on the validation rows, on the same noise every time; each process does all."""
+    with trainer.whole_weights():
+        return evaluate_policy(
+            trainer.model,
+            run.tokenizer,
+            workflow or run.workflow,
+            list(run.validation),
+            run.config,
+            run.rewards,
+            run.turn_rewards,
+            members=run.options.validation_members,
+            label=label,
+            reference=trainer.reference if workflow is None else None,
+            autocast=trainer.accelerator.autocast,
+        )
 
 
 def trivial_policies(run: Run, trainer: Any) -> dict[str, Evaluation]:
@@ -248,7 +251,7 @@ def trivial_policies(run: Run, trainer: Any) -> dict[str, Evaluation]:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Evaluate, train, evaluate, export; returns the summary."""
+    """Evaluate, train, evaluate, export; returns the summary. Process 0 writes."""
     folder = Path(run.config.output_dir or "")
     folder.mkdir(parents=True, exist_ok=True)
     model = run.timed("loading", lambda: load_model(run.model_options))
@@ -275,8 +278,11 @@ def train(run: Run) -> dict[str, Any]:
         policies["after"] = run.timed("evaluation after", lambda: evaluate(run, trainer, "after"))
         if run.options.workflow == "gated":
             policies |= run.timed("trivial policies", lambda: trivial_policies(run, trainer))
-    write_curves(log.history, folder / "curves.png")
-    adapter = run.timed("export", lambda: export(run, trainer, policies, folder))
+    adapter = None
+    with trainer.whole_weights():
+        if trainer.is_world_process_zero():
+            write_curves(log.history, folder / "curves.png")
+            adapter = run.timed("export", lambda: export(run, trainer, policies, folder))
     if policies:
         run.console.print(policies_table(policies, f"{len(run.validation)} validation rows, 95% intervals"))
     return {
@@ -311,6 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, started = make_console(), time.perf_counter()
     with setting_up():
         options, config, model_options = parser.parse_args_and_config(given)
+        console.quiet = config.process_index > 0
         if options.threads is not None:
             if options.threads < 1:
                 raise ValueError(f"--threads is {options.threads}: expected 1 or more")
@@ -320,12 +327,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 dry_run(prepare(options, config, model_options, console, Path(folder)))
             return 0
         check_output(config)
+        config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
         run = prepare(options, config, model_options, console, Path(config.output_dir or "") / "start")
     summary = train(run)
     run.seconds["total"] = time.perf_counter() - started
     summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
     path = Path(run.config.output_dir or "") / "summary.json"
-    write_json(path, finite(summary))
+    if config.process_index == 0:
+        write_json(path, finite(summary))
     console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
     return 0
 

@@ -8,10 +8,10 @@ import torch
 from .rollout import Turn
 
 
-def common_prefix_length(prompts: Sequence[list[int]]) -> int:
+def common_prefix_length(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many leading tokens all prompts share, at most all but the last token of the shortest."""
     limit = min(map(len, prompts)) - 1
-    low, high = min(prompts), max(prompts)  # in lexicographic order the extremes differ first
+    low, high = min(prompts), max(prompts)  # type: ignore[type-var]  # in lexicographic order the extremes differ first
     for position in range(limit):
         if low[position] != high[position]:
             return position

@@ -5,14 +5,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
 
 
 @contextlib.contextmanager
 def rollout_progress(label: str, rows: int, disabled: bool | None) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar of trajectories that have ended while one rollout runs; yields collect()'s `on_turn`."""
-    with tqdm(total=rows, desc=label, unit="trajectory", leave=False, disable=bool(disabled)) as bar:
+    """Show a bar of trajectories that have ended in one rollout, on process 0; yields collect()'s `on_turn`."""
+    disabled = bool(disabled) or not PartialState().is_main_process
+    with tqdm(total=rows, desc=label, unit="trajectory", leave=False, disable=disabled) as bar:
 
         def on_turn(turn: int, active: int) -> None:
             bar.set_postfix_str(f"turn {turn + 1}, {active} reading")

@@ -60,6 +60,8 @@ def check_fingerprint(saved: dict[str, Any], found: dict[str, Any], checkpoint: 
     ]
     lengths = [fault for fault in faults if fault.startswith(LENGTH_FIELDS)]
     faults = [fault for fault in faults if fault not in lengths]
+    if saved["processes"] != found["processes"]:
+        faults.append(f"processes: the checkpoint's run had {saved['processes']}, this one has {found['processes']}")
     for name, meaning in (("corpus", "rows"), ("initial_model", "initial weights"), ("reference", "reference")):
         if saved[name] != found[name]:
             faults.append(f"{name}: other {meaning} (SHA-256 {saved[name]} in the checkpoint, {found[name]} here)")
@@ -74,10 +76,13 @@ def atomic_checkpoint(trainer: Any, final: Path) -> Iterator[None]:
     """Collect everything that transformers saves under `final` in a folder beside it, renamed when it is whole.
 
     transformers writes trainer_state.json last and then pushes and rotates; the renaming happens in between, so that a
-    kill at any moment leaves either the whole checkpoint or none that a resume could pick.
+    kill at any moment leaves either the whole checkpoint or none that a resume could pick. All processes write into
+    the folder; the one that writes trainer_state.json makes and renames it.
     """
     partial = final.with_name(f"partial-{final.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+    if trainer.args.should_save:
+        shutil.rmtree(partial, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
     state = trainer.state
     write = type(state).save_to_json
 
@@ -98,6 +103,7 @@ def atomic_checkpoint(trainer: Any, final: Path) -> Iterator[None]:
     finally:
         trainer.checkpoint_folder = None
         del state.save_to_json
+    trainer.accelerator.wait_for_everyone()
 
 
 class ExactCheckpoints:
@@ -133,6 +139,7 @@ class ExactCheckpoints:
     def _fingerprint(self) -> dict[str, Any]:
         return {
             "config": config_values(self.args),
+            "processes": self.accelerator.num_processes,
             "corpus": dataset_digest(self.train_dataset),
             "initial_model": tensors_digest(self.model.named_parameters()),
             "reference": None,
@@ -169,14 +176,19 @@ class ExactCheckpoints:
         super()._save_rng_state(folder)  # type: ignore[misc]
         if self.exact:
             torch.save(self._complete_state(), self._state_file(str(folder)))
+            self.accelerator.wait_for_everyone()  # the folder is whole
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if self.exact and checkpoint is not None:
             path = self._state_file(checkpoint)
             if not path.exists():
-                raise ValueError(f"{checkpoint} has no {path.name}: saved with save_only_model, or by another trainer")
-            state = torch.load(path, weights_only=True, map_location="cpu")
+                raise ValueError(
+                    f"{checkpoint} has no {path.name}: saved with save_only_model, by another trainer, or by fewer "
+                    f"processes than this run's {self.accelerator.num_processes}"
+                )
+            with torch.serialization.safe_globals([range]):  # lengths of other processes' turns
+                state = torch.load(path, weights_only=True, map_location="cpu")
             check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint)
             self._restore(state)
 

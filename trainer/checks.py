@@ -1,5 +1,6 @@
 """What must hold before a workflow trains: arguments, model and rows, each with an error that says what to do."""
 
+import os
 from typing import Any
 
 from accelerate.utils import is_peft_model
@@ -26,8 +27,26 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
         if arguments.get(name):
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
     args.check_workflow_options()
-    if args.world_size > 1:
-        raise ValueError(f"a workflow trains in one process, found {args.world_size}: launch with --num_processes 1")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs: launch a process for each (accelerate_configs/multi_gpu.yaml), or "
+            "show it one (CUDA_VISIBLE_DEVICES=0)"
+        )
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise ValueError(
+            "FSDP is not honoured under a workflow, which samples and scores outside the forward pass that gathers "
+            "its shards: use DDP (accelerate_configs/multi_gpu.yaml) or DeepSpeed ZeRO (zero2.yaml, zero3.yaml)"
+        )
+    loading: Any = args.accelerator_config
+    if args.world_size > 1 and (loading.split_batches or loading.dispatch_batches or not loading.even_batches):
+        raise ValueError(
+            "accelerator_config with split_batches, dispatch_batches or without even_batches is not honoured under a "
+            "workflow: every process reads its own rows of a global batch, equally many; leave them out"
+        )
+    if args.fp16 and (args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
+        raise ValueError(
+            "fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling it bypasses: set bf16"
+        )
     return args
 
 

@@ -169,11 +169,17 @@ class TurnGRPOConfig(GRPOConfig):
                 f"steps_per_generation={self.steps_per_generation} is not a multiple of gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}: an optimizer step would mix rollouts of two iterations"
             )
-        if self.per_device_train_batch_size * self.gradient_accumulation_steps % (self.num_generations or 1):
+        # One update on a rollout takes all of it; of several, each takes a part of every process's rows.
+        several = self.steps_per_generation > self.gradient_accumulation_steps
+        processes = 1 if several else self.world_size
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+        if rows % (self.num_generations or 1):
+            counted = f" * {processes} processes" if processes > 1 else " on every process" if several else ""
             faults.append(
                 f"per_device_train_batch_size * gradient_accumulation_steps = {self.per_device_train_batch_size} * "
-                f"{self.gradient_accumulation_steps} is not a multiple of num_generations={self.num_generations}: an "
-                "optimizer step would split a group (per_device_train_batch_size counts trajectories)"
+                f"{self.gradient_accumulation_steps}{counted} is not a multiple of num_generations="
+                f"{self.num_generations}: an optimizer step would split a group (per_device_train_batch_size counts "
+                "trajectories)"
             )
         if faults:
             raise ValueError("\n".join(faults))

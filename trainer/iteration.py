@@ -15,7 +15,10 @@ from .rollout import Trajectory, Turn
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """B trajectories with their N turns in order, and every reward and advantage that the update will use."""
+    """B trajectories with their N turns in order, and every reward and advantage that the update will use.
+
+    With several processes B counts those of all; this one sampled and trains `own`, and knows the others in outline.
+    """
 
     trajectories: list[Trajectory]
     iteration: int
@@ -25,6 +28,12 @@ class ScoredRollout:
     trajectory_ids: torch.Tensor  # (N,) index into the B trajectories
     group_ids: torch.Tensor  # (B,)
     advantages: torch.Tensor  # (N,)
+    own: range  # into the B trajectories
+
+    @cached_property
+    def own_turns(self) -> list[int]:
+        """Which of the N turns are this process's."""
+        return [i for i, owner in enumerate(self.trajectory_ids.tolist()) if owner in self.own]
 
     @cached_property
     def turns(self) -> list[Turn]:
@@ -91,8 +100,12 @@ def score_rollout(
     turn_rewards_per_func: torch.Tensor,
     config: TurnGRPOConfig,
     strict_format: bool,
+    own: range | None = None,
 ) -> ScoredRollout:
-    """Turn rewards into advantages with both baselines; strict format sets an unparsed trajectory's reward to 0."""
+    """Turn rewards into advantages with both baselines; strict format sets an unparsed trajectory's reward to 0.
+
+    `own` are the trajectories of this process, all when left out.
+    """
     rewards = weighted_sum(rewards_per_func, reward_weights)  # (B,)
     if strict_format:
         unparsed = torch.tensor([not trajectory.parsed for trajectory in trajectories])
@@ -116,6 +129,7 @@ def score_rollout(
         trajectory_ids=trajectory_ids,
         group_ids=group_ids,
         advantages=mix_advantages(by_trajectory[trajectory_ids], by_turn, config.alpha),
+        own=range(len(trajectories)) if own is None else own,
     )
 
 
@@ -144,11 +158,17 @@ def objective_weights(rollout: ScoredRollout, members: Sequence[int], loss_type:
 
 
 def training_slices(rollout: ScoredRollout, size: int, per_update: int, loss_type: str) -> list[TrainingSlice]:
-    """Cut a rollout into slices of `size` trajectories, `per_update` slices to the optimizer step."""
-    slices = []
-    for start in range(0, len(rollout.trajectories), size * per_update):
-        weights = objective_weights(rollout, range(start, start + size * per_update), loss_type)
+    """Cut this process's trajectories into slices of `size`, `per_update` slices to the optimizer step.
+
+    Every process holds equally many, and the slices of the same number train together.
+    """
+    slices, held = [], len(rollout.own)
+    for start in range(0, held, size * per_update):
+        firsts = range(start, len(rollout.trajectories), held)  # of every process
+        members = [first + i for first in firsts for i in range(size * per_update)]
+        weights = objective_weights(rollout, members, loss_type)
         for first in range(start, start + size * per_update, size):
-            own = (rollout.trajectory_ids >= first) & (rollout.trajectory_ids < first + size)
-            slices.append(TrainingSlice(rollout, own.nonzero().squeeze(1).tolist(), weights))
+            own = rollout.own[first : first + size]
+            indices = [i for i in rollout.own_turns if int(rollout.trajectory_ids[i]) in own]
+            slices.append(TrainingSlice(rollout, indices, weights))
     return slices

@@ -9,17 +9,21 @@ import pyarrow.parquet as pq
 
 from .iteration import ScoredRollout
 
-FILE = "iteration_{:05d}.parquet"
+FILE = "iteration_{:05d}{}.parquet"
 
 
 def rollout_rows(
     rollout: ScoredRollout, reward_names: list[str], turn_reward_names: list[str], **columns: Any
 ) -> list[dict[str, Any]]:
-    """Return one row per turn: ids, tokens, BEHAVIOR log-probabilities, rewards by function, the advantage trained."""
+    """Return one row per turn of this process.
+
+    Ids, tokens, BEHAVIOR log-probabilities, rewards by function, and the advantage trained.
+    """
     rewards, advantages = rollout.rewards.tolist(), rollout.advantages.tolist()
     by_function, by_turn = rollout.rewards_per_func.tolist(), rollout.turn_rewards_per_func.tolist()
     rows = []
-    for index, (turn, owner) in enumerate(zip(rollout.turns, rollout.trajectory_ids.tolist(), strict=True)):
+    for index in rollout.own_turns:
+        turn, owner = rollout.turns[index], int(rollout.trajectory_ids[index])
         place = (rollout.iteration, *rollout.places[index])
         rows.append(
             {
@@ -55,11 +59,14 @@ class Ledger:
     """The rollouts of a run in order; `position` iterations are recorded, and none can be recorded twice.
 
     A fresh run moves a ledger that it finds aside, and so does a resume with whatever a killed run wrote after the
-    checkpoint: nothing is deleted, and nothing of another history is counted.
+    checkpoint: nothing is deleted, and nothing of another history is counted. Every process writes files of its own;
+    process 0 moves aside for all, before any of them records.
     """
 
-    def __init__(self, folder: str | Path, position: int = 0):
-        self.folder, self.position = Path(folder), position
+    def __init__(self, folder: str | Path, position: int = 0, process: int = 0):
+        self.folder, self.position, self.process = Path(folder), position, process
+        if process:
+            return
         later = [path for path in sorted(self.folder.glob("iteration_*.parquet")) if _iteration(path) >= position]
         if later:
             taken = len(list(self.folder.glob("abandoned_*")))
@@ -75,10 +82,15 @@ class Ledger:
                 f"iteration {iteration} cannot be trained on: {self.folder} has recorded {self.position} iterations: "
                 f"{self.position} is next; a rollout is optimised once"
             )
-        path = write_rows(rows, self.folder / FILE.format(iteration))
+        path = write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))
         self.position += 1
         return path
 
 
+def process_suffix(process: int) -> str:
+    """Return what a process adds to its files' names: nothing for process 0."""
+    return f"_process{process}" if process else ""
+
+
 def _iteration(path: Path) -> int:
-    return int(path.stem.removeprefix("iteration_"))
+    return int(path.stem.split("_")[1])

@@ -73,7 +73,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of a set of trajectories by name; a name without any observation is left out."""
     pooled: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        for name, values in trajectory_measures(trajectory).items():
+        measures = trajectory_measures(trajectory) if trajectory.measures is None else trajectory.measures
+        for name, values in measures.items():
             pooled.setdefault(name, []).extend(values)
     return balanced({name: sum(values) / len(values) for name, values in pooled.items() if values})
 
@@ -120,6 +121,13 @@ class Meter:
     def add_peak(self, name: str, value: float) -> None:
         """Keep the largest value."""
         self._peaks[name] = max(value, self._peaks.get(name, value))
+
+    def merge(self, other: "Meter") -> None:
+        """Add what another meter holds."""
+        for name, (total, count) in other._sums.items():
+            self.add_mean(name, total, count)
+        for name, value in other._peaks.items():
+            self.add_peak(name, value)
 
     def flush(self) -> dict[str, float]:
         """Return every mean and peak by name, and start again."""

@@ -2,14 +2,18 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from .batching import TurnBatch
+from .behavior import behavior_gap, default_tolerance, describe_gap
 from .iteration import ScoredRollout
 from .metrics import COST_NAMES, Meter, scored_metrics
+from .policy import evaluating
 from .scoring import Scores
 
 
@@ -25,6 +29,11 @@ class Recording:
     reward_func_names: list[str]
     _turn_reward_names: list[str]
     loss_type: str
+    log_completions: bool
+    args: Any
+    model: Any
+    policy: Any
+    scorer: Any
 
     def _start_recording(self) -> None:
         """TRL bounds its completion log by prompts; with many turns per trajectory it is cleared per rollout."""
@@ -64,10 +73,46 @@ class Recording:
             self._meter.add_mean("kl", float(kl.detach().sum()), tokens)
 
     def _log_update(self, step_time: float) -> None:
+        """Log what all processes measured in one update; seconds are those of this process."""
+        whole = Meter()
+        for meter in gather_object([self._meter]):
+            whole.merge(meter)
         metrics = self._metrics["train"]
-        for name, value in (self._meter.flush() | self._costs | {"step_time": step_time}).items():
+        for name, value in (whole.flush() | self._whole_costs() | {"step_time": step_time}).items():
             metrics[name].append(value)
-        self._costs = dict.fromkeys(COST_NAMES, 0.0)
+        self._meter, self._costs = Meter(), dict.fromkeys(COST_NAMES, 0.0)
+
+    def _whole_costs(self) -> dict[str, float]:
+        """Return the costs with the tokens of all processes."""
+        everywhere = gather_object([self._costs])
+        return {
+            name: sum(costs[name] for costs in everywhere) if name.startswith("tokens/") else amount
+            for name, amount in self._costs.items()
+        }
+
+    # ---- behavior check ----
+
+    def _check_behavior(self, rollout: ScoredRollout) -> None:
+        """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
+        count = lambda _, tokens: self._add_cost("tokens/behavior_check", tokens)  # noqa: E731
+        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
+        with evaluating(self.model), self._timed("behavior_check"):
+            plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
+            for rows, batch, scores in scorer.score(rollout.turns, plan):
+                self._compare_behavior(rollout, rows, batch, scores.logprobs)
+
+    def _compare_behavior(
+        self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
+    ) -> None:
+        """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
+        gap = behavior_gap(logprobs, batch)
+        self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
+        self._meter.add_peak("behavior_gap/max", float(gap.max()))
+        tolerance = self.args.behavior_tolerance or default_tolerance(self.policy.dtype)
+        if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
+            row = int(gap.amax(dim=1).argmax())
+            name = rollout.turn_name(indices[row])
+            raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
 
     # ---- rollouts ----
 
@@ -79,29 +124,41 @@ class Recording:
             values = scored_metrics([rollout], self.reward_func_names, self._turn_reward_names)
             for name, value in values.items():
                 self._metrics[mode][name].append(value)
-        for name, values in self._pending_metrics.items():
-            self._metrics[mode][name].append(sum(values) / len(values))
+        pending: dict[str, list[float]] = {}
+        for part in gather_object([dict(self._pending_metrics)]):
+            for name, several in part.items():
+                pending.setdefault(name, []).extend(several)
+        for name, several in pending.items():
+            self._metrics[mode][name].append(sum(several) / len(several))
         self._pending_metrics.clear()
         self._log_turns(rollout, mode)
 
     def _log_turns(self, rollout: ScoredRollout, mode: str) -> None:
-        """Add one row per turn to TRL's completion log; what reward functions logged stands at every turn."""
-        owners, turns = rollout.trajectory_ids.tolist(), rollout.turns
-        for turn, owner in zip(turns, owners, strict=True):
-            trajectory = rollout.trajectories[owner]
-            self._logs["prompt"].append(self._tokenizer.decode(turn.prompt_ids))
-            self._logs["completion"].append(turn.text)
-            place = {"split": mode, "group": trajectory.group, "member": trajectory.member, "step": turn.step}
-            for name, value in place.items():
-                self._logs["extra"][name].append(value)
-        for name, column in zip(self.reward_func_names, rollout.rewards_per_func.T.tolist(), strict=True):
-            self._logs["rewards"][name].extend(column[owner] for owner in owners)
-        for name, column in zip(self._turn_reward_names, rollout.turn_rewards_per_func.T.tolist(), strict=True):
-            self._logs["rewards"][name].extend(column)
-        self._logs["advantages"].extend(rollout.advantages.tolist())
-        for name, values in self._pending_extra_logs.items():
-            self._logs["extra"][name].extend(values[owner] for owner in owners)
+        """Add one row per turn to TRL's completion log; what reward functions logged stands at every turn.
+
+        Texts of other processes travel only where log_completions asks for them.
+        """
+        rows = [self._turn_row(rollout, index, mode) for index in rollout.own_turns]
         self._pending_extra_logs.clear()
+        rows = gather_object(rows) if self.log_completions else rows
+        for name in ("prompt", "completion", "advantages"):
+            self._logs[name].extend(row[name] for row in rows)
+        for kind in ("rewards", "extra"):
+            for name in dict.fromkeys(name for row in rows for name in row[kind]):
+                self._logs[kind][name].extend(row[kind].get(name) for row in rows)
+
+    def _turn_row(self, rollout: ScoredRollout, index: int, mode: str) -> dict[str, Any]:
+        turn, owner = rollout.turns[index], int(rollout.trajectory_ids[index])
+        group, member, _ = rollout.places[index]
+        values = rollout.rewards_per_func[owner].tolist() + rollout.turn_rewards_per_func[index].tolist()
+        logged = {name: column[owner - rollout.own.start] for name, column in self._pending_extra_logs.items()}
+        return {
+            "prompt": self._tokenizer.decode(turn.prompt_ids),
+            "completion": turn.text,
+            "advantages": float(rollout.advantages[index]),
+            "rewards": dict(zip(self.reward_func_names + self._turn_reward_names, values, strict=True)),
+            "extra": {"split": mode, "group": group, "member": member, "step": turn.step} | logged,
+        }
 
     def _clear_logs(self) -> None:
         for name in ("prompt", "completion", "advantages", "rewards", "extra"):
@@ -126,12 +183,14 @@ class Recording:
         groups = [len(rollout.constant_groups()) for rollout in rollouts]
         shares = tokens if self.loss_type == "dapo" else groups
         losses = [float(losses.sum()) for _, losses, _ in self._evaluated]
-        metrics["loss"] = sum(n * loss for n, loss in zip(shares, losses, strict=True)) / sum(shares)
         divergences = [float(kl.sum()) for _, _, kl in self._evaluated if kl is not None]
+        parts = gather_object([(losses, sum(divergences))])  # each process has its own turns'
+        whole = [sum(batch) for batch in zip(*(part for part, _ in parts), strict=True)]
+        metrics["loss"] = sum(n * loss for n, loss in zip(shares, whole, strict=True)) / sum(shares)
         if divergences:
-            metrics["kl"] = sum(divergences) / sum(tokens)
+            metrics["kl"] = sum(part for _, part in parts) / sum(tokens)
         for name, values in self._metrics["eval"].items():  # what reward functions logged
             metrics[name] = sum(values) / len(values)
-        metrics |= {name: cost for name, cost in self._costs.items() if cost}
+        metrics |= {name: cost for name, cost in self._whole_costs().items() if cost}
         self._metrics["eval"].clear()
         return {name: value for name, value in metrics.items() if value == value}  # NaN: not observed

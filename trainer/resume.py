@@ -9,7 +9,7 @@ from trl.trainer.utils import RepeatSampler
 
 from .checkpoints import ExactCheckpoints
 from .iteration import ScoredRollout, TrainingSlice, training_slices
-from .ledger import Ledger, rollout_rows, write_rows
+from .ledger import Ledger, process_suffix, rollout_rows, write_rows
 from .rollout import Trajectory, Turn
 from .scoring import tensors_digest
 
@@ -56,13 +56,15 @@ def rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
             for t in rollout.trajectories
         ],
         "tensors": {name: getattr(rollout, name) for name in ROLLOUT_TENSORS},
+        "own": rollout.own,
     }
 
 
 def restore_rollout(state: dict[str, Any]) -> ScoredRollout:
     """Return the rollout of `rollout_state`, the same to the last bit in everything that an update reads."""
     trajectories = [Trajectory(**{**t, "turns": [Turn(**turn) for turn in t["turns"]]}) for t in state["trajectories"]]
-    return ScoredRollout(trajectories=trajectories, iteration=state["iteration"], **state["tensors"])
+    tensors, own = state["tensors"], state["own"]
+    return ScoredRollout(trajectories=trajectories, iteration=state["iteration"], own=own, **tensors)
 
 
 class Resumable(ExactCheckpoints):
@@ -79,6 +81,7 @@ class Resumable(ExactCheckpoints):
     reward_func_names: list[str]
     _turn_reward_names: list[str]
     _costs: dict[str, float]
+    whole_weights: Any
 
     @property
     def exact(self) -> bool:  # type: ignore[override]
@@ -90,12 +93,15 @@ class Resumable(ExactCheckpoints):
             return super().train(*args, **kwargs)
         self._step, self._buffered_inputs, self._ledger = 0, None, None
         output = super().train(*args, **kwargs)
-        if self.reference is not None and self.reference.digest() != self.fingerprint["reference"]:
-            raise RuntimeError("the reference policy changed during training: KL was measured against a moving target")
+        with self.whole_weights():
+            if self.reference is not None and self.reference.digest() != self.fingerprint["reference"]:
+                raise RuntimeError("the reference policy changed during training: KL had a moving target")
         return output
 
     def _fingerprint(self) -> dict[str, Any]:
-        return super()._fingerprint() | {"reference": None if self.reference is None else self.reference.digest()}
+        with self.whole_weights():
+            reference = None if self.reference is None else self.reference.digest()
+            return super()._fingerprint() | {"reference": reference}
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)  # type: ignore[misc]
@@ -137,7 +143,10 @@ class Resumable(ExactCheckpoints):
     # ---- the ledger ----
 
     def _open_ledger(self, position: int) -> Ledger | None:
-        self._ledger = Ledger(Path(self.args.output_dir) / "rollouts", position) if self.args.ledger else None
+        if self.args.ledger:
+            process = self.accelerator.process_index
+            self._ledger = Ledger(Path(self.args.output_dir) / "rollouts", position, process)
+            self.accelerator.wait_for_everyone()
         return self._ledger
 
     def _write_down(self, rollout: ScoredRollout) -> None:
@@ -154,8 +163,17 @@ class Resumable(ExactCheckpoints):
 
     def _save_rollout(self, rollout: ScoredRollout) -> Path:
         """Write a rollout whose numbers are not finite where an error message can point to it."""
-        name = f"rollout_{rollout.iteration:05d}.parquet"
+        name = f"rollout_{rollout.iteration:05d}{process_suffix(self.accelerator.process_index)}.parquet"
         return write_rows(self._rows(rollout), Path(self.args.output_dir) / "nonfinite" / name)
+
+    def _stop_at_gradient(self, norm: Any) -> None:
+        rollout = self._buffered_inputs[0].rollout
+        groups = sorted({trajectory.group for trajectory in rollout.trajectories})
+        path = self._save_rollout(rollout)
+        raise FloatingPointError(
+            f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
+            f"{rollout.iteration}, groups {groups}, written to {path}"
+        )
 
     def _slices(self, rollout: ScoredRollout) -> list[TrainingSlice]:
         size, per_update = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 
@@ -49,9 +49,9 @@ class Turn:
     """One prompt and its completion: one training sample. `step` is the 1-based chunk index, None for other turns."""
 
     step: int | None
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    behavior_logprobs: list[float]
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    behavior_logprobs: Sequence[float]
     finish_reason: str
     text: str
     decision: Any = None
@@ -74,6 +74,24 @@ class Trajectory:
     answer: str | None = None
     memory_tokens: int = 0
     prompt: Any = None  # the last turn's prompt in TRL's form, text or messages
+    measures: dict[str, list[float]] | None = None  # of an outline: what its owner observed, by metric name
+
+
+def outline(trajectory: Trajectory, measures: dict[str, list[float]]) -> Trajectory:
+    """Return what another process needs of a trajectory: place, lengths and observations, no token and no text."""
+    turns = [
+        replace(
+            turn,
+            prompt_ids=range(len(turn.prompt_ids)),
+            completion_ids=range(len(turn.completion_ids)),
+            behavior_logprobs=(),
+            text="",
+            decision=None,
+        )
+        for turn in trajectory.turns
+    ]
+    row = {"id": trajectory.row["id"]} if "id" in trajectory.row else {}
+    return Trajectory(row, trajectory.group, trajectory.member, turns, parsed=trajectory.parsed, measures=measures)
 
 
 def decode_completion(tokenizer: Any, ids: Sequence[int], finish_reason: str) -> str:

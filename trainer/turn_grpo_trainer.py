@@ -5,16 +5,14 @@ import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
 from .batching import TurnBatch
-from .behavior import behavior_gap, default_tolerance, describe_gap
 from .callbacks import OptimizerTimer, rollout_progress
 from .checks import check_arguments, check_model, check_rows
 from .engines import TransformersEngine
@@ -26,7 +24,16 @@ from .iteration import (
     score_rollout,
 )
 from .losses import clipped_surrogate, k3_kl
-from .policy import Policy, evaluating, zero_dropout
+from .policy import Policy, zero_dropout
+from .processes import (
+    engine_backward,
+    gather_rollout,
+    local_leaves,
+    own_rows,
+    process_count,
+    sum_gradients,
+    whole_weights,
+)
 from .recording import Recording
 from .resume import Resumable
 from .rollout import Trajectory, collect
@@ -64,6 +71,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
     num_generations: Any
     num_generations_eval: Any
     _buffered_inputs: Any
+    _evaluation_rows: int | None = None  # of the evaluation set, where a batch may hold more
 
     def __init__(
         self,
@@ -87,13 +95,15 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         args = named.arguments["args"] = check_arguments(named.arguments)
         self._tag_names, self._name, self._paper = [*self._tag_names, "turngrpo"], "TurnGRPO", PAPER
         # TRL reloads the reference of a fully trained model from its config's path; ours is a snapshot.
-        beta, snapshot = args.beta, not (is_peft_model(model) or named.arguments.get("peft_config"))
+        adapted = named.arguments.get("peft_config") or (not isinstance(model, str) and is_peft_model(model))
+        beta, snapshot = args.beta, not adapted
         try:
             args.beta = 0.0 if snapshot else beta
             super().__init__(*named.args[1:], **named.kwargs)
         finally:
             args.beta = self.beta = beta
-        self._set_up_workflow(workflow, turn_reward_funcs)
+        with self.whole_weights():
+            self._set_up_workflow(workflow, turn_reward_funcs)
 
     # ---- set-up under a workflow ----
 
@@ -121,6 +131,9 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
             check_rows(workflow, dataset, name, self.args, self.model)
         zero_dropout(self.model)
+        if self.is_deepspeed_enabled and self.args.bf16:
+            self.model.to(torch.bfloat16)  # as the engine will: reference and digests are of the weights that train
+        self._gradients: dict[str, torch.Tensor] = {}  # of this process, until the engine gets them
         self.policy = Policy(self.model, self.accelerator.autocast)
         self.reference = Reference(self.policy) if self.beta else None
         if self.reference is not None and not is_peft_model(self.model):
@@ -178,28 +191,40 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         group_size: int,
         seed: int,
         iteration: int,
-        first_group: int = 0,
+        before: int = 0,
+        limit: int | None = None,
     ) -> ScoredRollout:
-        """Sample one trajectory per row (each prompt stands `group_size` times in a row) and score them."""
+        """Sample one trajectory per row and score those of all processes; rows stand prompt by prompt, each repeated.
+
+        `before` global rows came earlier; those from `limit` on are repetitions that fill up a batch, and are dropped.
+        """
         assert self.workflow is not None
-        before = engine.counts.total
-        groups = [first_group + index // group_size for index in range(len(rows))]
-        members = [index % group_size for index in range(len(rows))]
+        sampled, places = engine.counts.total, own_rows(len(rows), before)
+        groups = [place // group_size for place in places]
+        members = [place % group_size for place in places]
         label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
         with self._timed("generation"), rollout_progress(label, len(rows), self.args.disable_tqdm) as on_turn:
             trajectories = collect(
                 self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn
             )
-        self._add_cost("tokens/generation", engine.counts.total - before)
+        self._add_cost("tokens/generation", engine.counts.total - sampled)
         per_func, per_turn = self._reward(rows, trajectories)
+        everyone, per_turn, own = gather_rollout(trajectories, per_turn)
+        if limit is not None:
+            everyone = everyone[: limit - before]
+            own = range(min(own.start, len(everyone)), min(own.stop, len(everyone)))
+            per_func, per_turn = per_func[: len(everyone)], per_turn[: sum(len(t.turns) for t in everyone)]
         return score_rollout(
-            trajectories, iteration, per_func, self.reward_weights, per_turn, self.args, self.workflow.strict_format
+            everyone, iteration, per_func, self.reward_weights, per_turn, self.args, self.workflow.strict_format, own
         )
 
     def _reward(
         self, rows: Sequence[dict[str, Any]], trajectories: list[Trajectory]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call TRL's reward machinery on the last turns, then the turn reward functions; (B, F) and (N, F_turn)."""
+        """Call TRL's reward machinery on the last turns, then the turn reward functions.
+
+        Returns the rewards (B, F) of all processes, as TRL gathers them, and the turn rewards (N, F_turn) of this one.
+        """
         last = [trajectory.turns[-1] for trajectory in trajectories]
         prompts = [trajectory.prompt for trajectory in trajectories]
         completion_ids = [turn.completion_ids for turn in last]
@@ -231,19 +256,26 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        part: TrainingSlice = self._prepare_inputs(inputs)
+        with self.whole_weights():
+            total = self._train_slice(self._prepare_inputs(inputs))
+            self._step += 1
+            self._current_train_step_time += time.perf_counter() - started
+            if self.accelerator.sync_gradients:
+                self._finish_update()
+        return total * process_count()  # transformers logs the mean over processes, the objective is their sum
+
+    def _train_slice(self, part: TrainingSlice) -> torch.Tensor:
+        """Run the passes of this process's turns, forward and backward; returns their share of the objective."""
         rollout, total = part.rollout, torch.zeros((), device=self.accelerator.device)
         plan = self.scorer.plan(rollout.turns, self._needs_forward(part), rollout.clusters)
         kept = part.reference_hidden if self.num_iterations > 1 else None
-        for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
-            loss = self._microbatch_loss(part, rows, batch, scores)
-            with self._timed("optimisation"):
-                self.accelerator.backward(loss)
-            total += loss.detach()
-        self._step += 1
-        self._current_train_step_time += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
-            self._finish_update()
+        apart = self.is_deepspeed_enabled
+        with local_leaves(self.model, self._gradients) if apart else contextlib.nullcontext():
+            for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
+                loss = self._microbatch_loss(part, rows, batch, scores)
+                with self._timed("optimisation"):
+                    loss.backward() if apart else self.accelerator.backward(loss)
+                total += loss.detach()
         return total
 
     def _needs_forward(self, part: TrainingSlice) -> list[int]:
@@ -280,10 +312,16 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         return k3
 
     def _finish_update(self) -> None:
-        """Log what the whole update measured; parameters that no turn touched get a zero gradient, not none."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        """Sum the gradients of all processes, once per optimizer step, and log what the whole update measured."""
+        with self._timed("optimisation"):
+            if self.is_deepspeed_enabled:
+                finite = all(bool(gradient.isfinite().all()) for gradient in self._gradients.values())
+                if not all(gather_object([finite])):  # the engine steps at once
+                    self._stop_at_gradient(torch.nan)
+                engine_backward(self.accelerator, self.model, self._gradients)
+                self._gradients.clear()
+            else:
+                sum_gradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
         self._log_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 
@@ -291,37 +329,12 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         """Stop before a nonfinite gradient reaches the weights; called by transformers' loop before the optimizer."""
         norm = super()._get_grad_norm(model, grad_norm)
         if self.workflow is not None and not torch.isfinite(torch.as_tensor(norm)):
-            rollout = self._buffered_inputs[0].rollout
-            groups = sorted({trajectory.group for trajectory in rollout.trajectories})
-            path = self._save_rollout(rollout)
-            raise FloatingPointError(
-                f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
-                f"{rollout.iteration}, groups {groups}, written to {path}"
-            )
+            self._stop_at_gradient(norm)
         return norm
 
-    # ---- behavior check ----
-
-    def _check_behavior(self, rollout: ScoredRollout) -> None:
-        """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
-        count = lambda _, tokens: self._add_cost("tokens/behavior_check", tokens)  # noqa: E731
-        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
-        with evaluating(self.model), self._timed("behavior_check"):
-            for rows, batch, scores in scorer.score(rollout.turns, scorer.plan(rollout.turns, keys=rollout.clusters)):
-                self._compare_behavior(rollout, rows, batch, scores.logprobs)
-
-    def _compare_behavior(
-        self, rollout: ScoredRollout, indices: Sequence[int], batch: TurnBatch, logprobs: torch.Tensor
-    ) -> None:
-        """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
-        gap = behavior_gap(logprobs, batch)
-        self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
-        self._meter.add_peak("behavior_gap/max", float(gap.max()))
-        tolerance = self.args.behavior_tolerance or default_tolerance(self.policy.dtype)
-        if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
-            row = int(gap.amax(dim=1).argmax())
-            name = rollout.turn_name(indices[row])
-            raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the weights whole on every process, which ZeRO-3 alone cuts into parts; every process must enter."""
+        return whole_weights(self.model, getattr(self, "deepspeed", None))
 
     # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
 
@@ -330,30 +343,35 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
     ) -> Any:
         if self.workflow is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        if len(inputs) % self.num_generations_eval:
+        rows = len(inputs) * process_count()
+        if rows % self.num_generations_eval:
             raise ValueError(
-                f"an evaluation batch has {len(inputs)} rows, expected a multiple of num_generations_eval="
+                f"an evaluation batch has {rows} rows, expected a multiple of num_generations_eval="
                 f"{self.num_generations_eval}: set per_device_eval_batch_size to one"
             )
-        first_group = sum(len(set(r.group_ids.tolist())) for r, _, _ in self._evaluated)
-        rollout = self._roll_out(
-            inputs, self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION, first_group
-        )
-        self._record(rollout, "eval")
-        with torch.no_grad():
+        before = sum(len(rollout.trajectories) for rollout, _, _ in self._evaluated)
+        sampling = self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION
+        with self.whole_weights(), torch.no_grad():
+            rollout = self._roll_out(inputs, *sampling, before, self._evaluation_rows)
             losses, kl = self._evaluation_losses(rollout)
+        self._record(rollout, "eval")
         self._evaluated.append((rollout, losses, kl))
         return losses.sum(), None, None
 
     def _evaluation_losses(self, rollout: ScoredRollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1."""
+        """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1.
+
+        Turns of other processes have 0.
+        """
         weights = objective_weights(rollout, range(len(rollout.trajectories)), self.loss_type)
         lengths = torch.tensor([len(turn.completion_ids) for turn in rollout.turns])
-        losses = -rollout.advantages.double() * lengths * weights
+        own = torch.zeros(len(lengths), dtype=torch.float64)
+        own[rollout.own_turns] = 1.0
+        losses = -rollout.advantages.double() * lengths * weights * own
         if self.reference is None:
             return losses, None
         kl = torch.zeros(len(lengths), dtype=torch.float64)
-        plan = self.scorer.plan(rollout.turns, keys=rollout.clusters)
+        plan = self.scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
         for rows, batch, scores in self.scorer.score(rollout.turns, plan):
             per_token = self._kl(scores, batch)
             assert per_token is not None
@@ -366,6 +384,14 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
             return super().evaluation_loop(*args, **kwargs)
         named = inspect.signature(GRPOTrainer.evaluation_loop).bind(self, *args, **kwargs)
         named.apply_defaults()
+        if process_count() > 1:  # accelerate fills up the last batches with rows of the first
+            rows = named.arguments["dataloader"].dataset
+            if not hasattr(rows, "__len__"):
+                raise ValueError(
+                    "an evaluation stream has no length that would tell its rows from those that fill up the last "
+                    "batch on several processes: evaluate on a Dataset"
+                )
+            self._evaluation_rows = len(rows) * self.num_generations_eval
         with self._evaluation_recording():
             output: Any = super().evaluation_loop(*args, **kwargs)
             metrics = self._evaluation_metrics()

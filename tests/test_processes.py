@@ -1,0 +1,308 @@
+"""One process and two: the same script gives the same numbers, under real launchers and on real processes (gloo)."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import process_cases
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from accelerate.commands.config.config_args import load_config_from_file
+from training import make_trainer, relative_gap
+
+from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig
+from turngrpo.trainer.iteration import score_rollout, training_slices
+from turngrpo.trainer.states import compare_states
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
+LIMIT = 400  # seconds for a launch; what takes longer hangs
+ENDING = 60  # seconds in which a run ends after one of its processes was killed or failed, its start included
+DURATIONS = ("time", "second")
+
+
+def launch(launcher, folder, *stages):
+    """Run stages of cases in the processes of a launcher, in `folder`."""
+    command = [*launcher, str(ROOT / "tests" / "process_cases.py"), str(folder), *stages]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT, check=False)
+
+
+def results(folder, case, kind="MULTI_CPU"):
+    """Return what both processes wrote down, which says that there really were two."""
+    both = [torch.load(folder / f"{case}_{rank}.pt", weights_only=False) for rank in (0, 1)]
+    assert [result["num_processes"] for result in both] == [2, 2]
+    assert {result["distributed_type"] for result in both} == {kind}
+    return both
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """One launch of two processes by `accelerate launch`; the last stage fails on one of them."""
+    folder = tmp_path_factory.mktemp("two")
+    launcher = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "cpu_2proc.yaml")]
+    return folder, launch(launcher, folder, "full,lora,split,gated,straight", "killed", "resumed", "failing")
+
+
+@pytest.fixture(scope="module")
+def two(launched):
+    folder, done = launched
+    assert (folder / "straight_0.pt").exists(), done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """The same cases in this process."""
+    folder, kept = tmp_path_factory.mktemp("one"), {}
+
+    def run(case):
+        if case not in kept:
+            kept[case] = process_cases.run_case(case, folder)
+        assert kept[case]["num_processes"] == 1
+        return kept[case]
+
+    run.folder = folder
+    return run
+
+
+def assert_same_logs(first, second, left_out=(), tolerance=2e-6):
+    """Every logged number but durations is the same, to float32's last digits of sums in another order."""
+    assert len(first) == len(second)
+    for ours, theirs in zip(first, second, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            if not any(part in name for part in (*DURATIONS, *left_out)):
+                assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance), name
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize("case", ["full", "lora", "split"])
+def test_the_gradient_of_two_processes_is_that_of_one(case, one, two):
+    whole, parts = one(case), results(two, case)
+    # 3 turns on one process and 9 on the other: neither waits for the other before the update's one reduction.
+    assert sorted(part["own_turns"] for part in parts) == [3, 9] or case == "split"
+    assert [tokens for part in parts for tokens in part["tokens"]] == whole["tokens"]
+    for part in parts:
+        assert relative_gap(part["gradient"], whole["gradient"]) < 1e-5
+    # Summed twice, or averaged, it would be off by a factor of 2; each alone, by far more than 1e-5.
+    assert relative_gap({n: 2 * g for n, g in whole["gradient"].items()}, whole["gradient"]) == pytest.approx(1)
+    assert all(torch.equal(g, parts[1]["gradient"][n]) for n, g in parts[0]["gradient"].items())
+
+
+@pytest.mark.parametrize("case", ["full", "split"])
+def test_baselines_are_over_all_processes(case, one, two):
+    parts = results(two, case)
+    assert all(torch.equal(part["advantages"], one(case)["advantages"]) for part in parts)
+    assert one(case)["advantages"].count_nonzero() > 2
+
+
+def test_one_group_over_two_processes_has_one_baseline(two):
+    for part in results(two, "split"):
+        found, rewards = part["advantages"][part["first_turns"]], part["rewards"]
+        # alpha is 1, so A = r - mean of all six; each process's three compared among themselves would be another.
+        torch.testing.assert_close(found, rewards - rewards.mean())
+        alone = torch.cat([half - half.mean() for half in rewards.split(3)])
+        assert (found - alone).abs().max() > 0.02
+
+
+def test_gated_memory_trains_and_evaluates_alike(one, two):
+    """Two iterations, two updates each, evaluation of 5 rows x 2 readings in batches of 4: the last one is padded."""
+    logs = results(two, "gated")[0]["log"]
+    # Prefixes are shared within a process, and rows that fill up the last evaluation batch are sampled, not counted.
+    assert_same_logs(one("gated")["log"], logs, left_out=["tokens/generation", "tokens/scoring", "tokens/reference"])
+    trained = [entry for entry in logs if "reward" in entry]
+    assert len(trained) == 2 and all(entry["reward_std"] > 0 for entry in trained)
+    assert 0 < trained[0]["update_accuracy/balanced"] < 1 and trained[1]["kl"] > 1e-3
+    assert sum("eval_reward" in entry for entry in logs) == 2
+
+
+def test_what_is_written_is_written_once(one, two):
+    one("gated")
+    ours, theirs = (folder / "gated" / "completions" for folder in (one.folder, two))
+    assert [path.name for path in sorted(ours.iterdir())] == [path.name for path in sorted(theirs.iterdir())]
+    for path in ours.iterdir():  # the table holds the turns of both
+        first, second = (pq.read_table(folder / path.name).to_pylist() for folder in (ours, theirs))
+        assert [row["completion"] for row in first] == [row["completion"] for row in second]
+
+
+def test_the_ledgers_of_two_processes_are_that_of_one_in_parts(one, two):
+    one("gated")
+    for iteration in (0, 1):
+        name = f"iteration_{iteration:05d}"
+        whole = pq.read_table(one.folder / "gated" / "rollouts" / f"{name}.parquet").to_pylist()
+        files = [two / "gated" / "rollouts" / f"{name}{suffix}.parquet" for suffix in ("", "_process1")]
+        parts = [row for file in files for row in pq.read_table(file).to_pylist()]
+        assert len(whole) == len(parts) > 8
+        for ours, theirs in zip(whole, parts, strict=True):
+            for column in ours.keys() - {"policy_digest", "seconds", "behavior_logprobs", "advantage"}:
+                assert repr(ours[column]) == repr(theirs[column])  # NaN equals NaN
+            assert ours["advantage"] == pytest.approx(theirs["advantage"], rel=1e-6)
+            assert ours["behavior_logprobs"] == pytest.approx(theirs["behavior_logprobs"], abs=1e-5)
+
+
+# ---- endings ----
+
+
+def endings(folder, stage):
+    return [json.loads((folder / f"{stage}_ending_{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+
+
+def test_a_killed_process_ends_the_run_and_a_resume_is_identical(two):
+    first, second = endings(two, "killed")
+    assert second["status"] == -signal.SIGKILL and first["status"] != 0
+    assert max(first["seconds"], second["seconds"]) < ENDING  # nobody waits for the dead
+    left = sorted(path.name for path in (two / "killed").iterdir() if "checkpoint" in path.name)
+    assert left == ["checkpoint-1", "checkpoint-2", "partial-checkpoint-3"]
+    results(two, "resumed")
+    assert compare_states(two / "straight" / "checkpoint-4", two / "resumed" / "checkpoint-4") == []
+    names = [f"iteration_{i:05d}{suffix}.parquet" for i in (0, 1) for suffix in ("", "_process1")]
+    rollouts = two / "resumed" / "rollouts"
+    assert sorted(path.name for path in rollouts.glob("*.parquet")) == names
+    assert sorted(path.name for path in (rollouts / "abandoned_0_from_00001").iterdir()) == names[2:]
+
+
+def test_a_process_that_fails_ends_the_launch_with_its_error(launched, two):
+    done = launched[1]  # it ended within LIMIT, though the other process waits for the rewards of this one
+    assert done.returncode != 0 and "ZeroDivisionError: no reward on process 1" in done.stderr
+    assert not list(two.glob("failing_*.pt"))
+
+
+def test_another_number_of_processes_is_refused_by_name(two, tmp_path):
+    shutil.copytree(two / "straight", tmp_path / "straight")
+    with pytest.raises(ValueError, match="processes: the checkpoint's run had 2, this one has 1"):
+        process_cases.resumable(tmp_path / "straight", resume=2)
+
+
+# ---- DeepSpeed ----
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory):
+    """One launch of two processes under ZeRO-2 and ZeRO-3, each stage with an engine of its own."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install turngrpo[deepspeed]")
+    folder = tmp_path_factory.mktemp("zero")
+    stages = ["zero2:full,lora,gated", "zero3:full,lora,loaded,loaded_lora,gated"]
+    stages += [f"{engine}:{cases}" for engine in ("zero2", "zero3") for cases in ("straight,stopped", "continued")]
+    done = launch(TORCHRUN, folder, *stages, "zero2:lower", "zero3:lower")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+ENGINES = ("zero2", "zero3")
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    # ZeRO-3 cuts a model into parts as it is loaded.
+    [
+        *((engine, case) for engine in ENGINES for case in ("full", "lora")),
+        ("zero3", "loaded"),
+        ("zero3", "loaded_lora"),
+    ],
+)
+def test_the_gradient_that_a_deepspeed_engine_steps_with_is_that_of_one_process(engine, case, one, zero):
+    whole, parts = one("lora" if "lora" in case else "full"), results(zero / engine, case, "DEEPSPEED")
+    assert sorted(part["own_turns"] for part in parts) == [3, 9]
+    assert [tokens for part in parts for tokens in part["tokens"]] == whole["tokens"]
+    for part in parts:  # the engine's mean over processes, or its scaling by accumulation, would be off by 2
+        assert relative_gap(part["gradient"], whole["gradient"]) < 1e-5
+    assert_same_logs(whole["log"], parts[0]["log"])  # the engine's gradient norm is among them
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_gated_memory_trains_alike_under_deepspeed(engine, one, zero):
+    logs = results(zero / engine, "gated", "DEEPSPEED")[0]["log"]
+    assert_same_logs(one("gated")["log"], logs, left_out=["tokens/generation", "tokens/scoring", "tokens/reference"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_deepspeed_run_resumes_identically(engine, zero):
+    results(zero / engine, "continued", "DEEPSPEED")
+    folders = [zero / engine / run / "checkpoint-4" for run in ("straight", "continued")]
+    assert compare_states(*folders) == []
+    assert any(folders[0].rglob("*optim_states.pt"))  # the engine's own state was there to compare
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bfloat16_weights_keep_their_reference(engine, zero):
+    """The engine casts the weights; the reference's digest, checked at the end, is of what trains."""
+    part = results(zero / engine, "lower", "DEEPSPEED")[0]
+    assert part["dtypes"] == {"torch.bfloat16"}
+    assert part["log"][0]["kl"] == pytest.approx(0, abs=1e-6) and part["log"][1]["kl"] > 0
+
+
+# ---- options and launchers ----
+
+
+def test_slices_of_the_same_number_train_together(tmp_path):
+    """Two processes hold trajectories 0, 1 and 2, 3; each of two updates takes one of either."""
+    trajectories = [
+        Trajectory({}, group, 0, [Turn(1, [5], [6] * n, [], "eos", "")]) for group, n in enumerate((1, 2, 4, 8))
+    ]
+    config = TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True)
+    rewards = torch.tensor([[1.0]] * 4), torch.ones(1), torch.zeros(4, 0)
+    rollout = score_rollout(trajectories, 0, *rewards, config, False, own=range(2, 4))
+    first, second = training_slices(rollout, 1, 1, "dapo")
+    assert (first.indices, second.indices) == ([2], [3])
+    # Tokens 1 + 4 and 2 + 8; over all four slices it would be 15, of this process's alone 4.
+    assert first.weights.tolist() == pytest.approx([1 / 5, 0, 1 / 5, 0])
+    assert second.weights.tolist() == pytest.approx([0, 1 / 10, 0, 1 / 10])
+
+
+def test_an_update_holds_whole_groups_over_all_processes(tmp_path, monkeypatch):
+    options = {"report_to": [], "use_cpu": True, "bf16": False, "loss_type": "grpo", "num_generations": 4}
+    monkeypatch.setattr(TurnGRPOConfig, "world_size", 2)
+    config = TurnGRPOConfig(str(tmp_path), per_device_train_batch_size=2, **options)
+    config.check_workflow_options()  # 2 * 2 processes = 4: one group
+    config = TurnGRPOConfig(str(tmp_path), per_device_train_batch_size=2, steps_per_generation=2, **options)
+    with pytest.raises(ValueError, match="= 2 \\* 1 on every process is not a multiple of num_generations=4"):
+        config.check_workflow_options()
+
+
+def test_fsdp_is_refused_by_name_under_a_workflow(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="FSDP is not honoured under a workflow.*multi_gpu.yaml.*zero3.yaml"):
+        make_trainer(tmp_path)
+
+
+def test_other_ways_to_share_out_rows_are_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(TurnGRPOConfig, "world_size", 2)
+    with pytest.raises(ValueError, match="without even_batches is not honoured"):
+        make_trainer(tmp_path, accelerator_config={"even_batches": False})
+
+
+def test_fp16_is_refused_by_name_under_deepspeed(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ValueError, match="fp16 is not honoured under a workflow with DeepSpeed"):
+        make_trainer(tmp_path, fp16=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "processes"),
+    [
+        ("cpu", "NO", 1),
+        ("cpu_2proc", "MULTI_GPU", 2),
+        ("single_gpu", "NO", 1),
+        ("multi_gpu", "MULTI_GPU", 8),
+        ("zero2", "DEEPSPEED", 8),
+        ("zero3", "DEEPSPEED", 8),
+        ("fsdp2", "FSDP", 8),
+    ],
+)
+def test_every_accelerate_config_loads(name, kind, processes):
+    path = ROOT / "accelerate_configs" / f"{name}.yaml"
+    config = load_config_from_file(str(path))  # refuses a key that accelerate does not know
+    assert config.distributed_type.value == kind and config.num_processes == processes
+    assert config.use_cpu == name.startswith("cpu")
+    stage = yaml.safe_load(path.read_text(encoding="utf-8")).get("deepspeed_config", {}).get("zero_stage")
+    assert stage == {"zero2": 2, "zero3": 3}.get(name)

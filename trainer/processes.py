@@ -1,0 +1,153 @@
+"""Training in several processes: what they tell each other of a rollout, and the sum of their gradients.
+
+Our passes call the model itself, not what DDP or DeepSpeed put around it, with as many micro-batches as each process
+has turns for. So nothing is reduced while gradients gather, and everything once per optimizer step:
+
+    DDP         its hooks wait for a forward pass of its own and stay idle; sum_gradients() adds up.
+    DeepSpeed   its hooks reduce at every gradient that a parameter gets; passes run on leaves of their own
+                (local_leaves), and engine_backward() hands the finished gradients over in one backward pass.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+from torch import nn
+from trl.models.utils import add_hooks, remove_hooks
+
+from .metrics import trajectory_measures
+from .rollout import Trajectory, outline
+
+BUCKET_ELEMENTS = 2**25  # 128 MiB of float32: few calls, and a small copy beside the gradients
+
+
+def process_count() -> int:
+    return PartialState().num_processes
+
+
+def own_rows(rows: int, before: int = 0) -> range:
+    """Return the global positions of this process's `rows` rows, where `before` rows of all processes came earlier.
+
+    accelerate gives process r the r-th part of a global batch, so a position says group and member of a row whatever
+    the number of processes.
+    """
+    start = before + PartialState().process_index * rows
+    return range(start, start + rows)
+
+
+def gather_rollout(
+    trajectories: list[Trajectory], turn_rewards: torch.Tensor
+) -> tuple[list[Trajectory], torch.Tensor, range]:
+    """Return the trajectories of all processes in global order, their turn rewards (N, F_turn), and which are own.
+
+    Others' trajectories come in outline: places, lengths and measures, no token and no text. Every process must bring
+    equally many.
+    """
+    own = own_rows(len(trajectories))
+    if process_count() == 1:
+        return trajectories, turn_rewards, own
+    outlines = [outline(trajectory, trajectory_measures(trajectory)) for trajectory in trajectories]
+    parts = gather_object([(outlines, turn_rewards)])
+    everyone = [trajectory for part, _ in parts for trajectory in part]
+    everyone[own.start : own.stop] = trajectories
+    return everyone, torch.cat([rewards for _, rewards in parts]), own
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Add up the gradients of all processes, in place; a parameter without one counts as zero and gets the sum.
+
+    Called once per optimizer step by every process with the same parameters in the same order.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if process_count() == 1:
+        return
+    for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        torch.distributed.all_reduce(flat)
+        for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Cut tensors in their order into lists of one dtype and device of about BUCKET_ELEMENTS elements."""
+    bucket: list[torch.Tensor] = []
+    for tensor in tensors:
+        other = bucket and (bucket[0].dtype, bucket[0].device) != (tensor.dtype, tensor.device)
+        if other or sum(part.numel() for part in bucket) > BUCKET_ELEMENTS:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+# ---- DeepSpeed (0.19) ----
+
+
+@contextlib.contextmanager
+def whole_weights(model: nn.Module, engine: Any = None) -> Iterator[None]:
+    """Hold the weights that ZeRO-3 has cut into parts whole on every process, and its hooks off the modules.
+
+    Any other model is left as it is. Every process must enter; contexts do not nest.
+    """
+    parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    if not parameters:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters):
+        if engine is not None:
+            remove_hooks(engine)
+        try:
+            yield
+        finally:
+            if engine is not None:
+                add_hooks(engine)
+
+
+@contextlib.contextmanager
+def local_leaves(model: nn.Module, gradients: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Put leaves over the same memory in the place of trainable parameters; add what they get to `gradients`, float32.
+
+    No hook of the engine hangs on a leaf, so that backward passes stay on this process.
+    """
+    leaves = {p: nn.Parameter(p.data) for p in model.parameters() if p.requires_grad}
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in leaves
+    ]
+    names = {leaves[parameter]: name for name, parameter in model.named_parameters() if parameter in leaves}
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = leaves[parameter]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+    for leaf, name in names.items():
+        if leaf.grad is not None:
+            gradients[name] = leaf.grad.float() + gradients.get(name, 0.0)
+
+
+def engine_backward(accelerator: Any, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+    """Hand the sum of all processes' gradients to a DeepSpeed engine, which clips and steps.
+
+    The scalar sum of <p, g> over trainable parameters p has the gradient g at p: one ordinary backward pass of the
+    engine, whose mean over processes is undone by their number. A parameter without a gradient counts as zero.
+    """
+    total = torch.zeros((), device=accelerator.device)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            gradient = gradients.get(name, torch.zeros_like(parameter)).to(parameter.dtype)
+            total = total + torch.dot(parameter.reshape(-1), gradient.reshape(-1))
+    accelerator.deepspeed_engine_wrapped.engine._backward_prologue()  # a forward pass of the engine would call it
+    accelerator.backward(total * process_count(), scale_wrt_gas=False)
