@@ -17,6 +17,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from training import make_trainer, relative_gap
 
 from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig
+from turngrpo.trainer.checks import check_arguments
 from turngrpo.trainer.iteration import score_rollout, training_slices
 from turngrpo.trainer.states import compare_states
 
@@ -282,9 +283,15 @@ def test_other_ways_to_share_out_rows_are_refused_by_name(tmp_path, monkeypatch)
 
 
 def test_fp16_is_refused_by_name_under_deepspeed(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    configs = [
+        TurnGRPOConfig(str(tmp_path), fp16=fp16, bf16=False, use_cpu=True, report_to="none") for fp16 in (True, False)
+    ]
+    monkeypatch.setenv(
+        "ACCELERATE_USE_DEEPSPEED", "true"
+    )  # as a launcher does; a config made now would need DeepSpeed
     with pytest.raises(ValueError, match="fp16 is not honoured under a workflow with DeepSpeed"):
-        make_trainer(tmp_path, fp16=True)
+        check_arguments({"args": configs[0], "model": "any"})
+    assert check_arguments({"args": configs[1], "model": "any"}) is configs[1]
 
 
 @pytest.mark.parametrize(
