@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import SIZES, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -308,18 +308,7 @@ def test_nonfinite_logits_are_an_error_that_says_so():
 
 # ---- architectures, precision, modes ----
 
-COMMON = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 3,
-    "pad_token_id": 1,
-}
+COMMON = SIZES | {"vocab_size": V}
 GPT2 = {"vocab_size": V, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 3}
 GEMMA2 = {"head_dim": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0, "attn_logit_softcapping": 5.0}
 ARCHITECTURES = {  # config, attention, precision, tolerance, can share a prefix

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
+from tiny import SIZES, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import relative_gap
@@ -38,18 +38,7 @@ PREFIXES = [[4, 5, 6, 7, 8, 9, 10], [], [20, 21, 22, 23]]
 SUFFIXES = [[11, 12, 13], [14, 15, 16, 17, 18], [19], [24, 25, 26, 27], [30, 31], [32, 4, 9, 9, 9, 35], [36, 37]]
 CLUSTERS = [0, 0, 0, 0, 1, 2, 2]
 TOKENS = 23  # of all suffixes
-COMMON = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": None,
-    "eos_token_id": 3,
-    "pad_token_id": 1,
-}
+COMMON = SIZES | {"vocab_size": V}
 ONCE_EACH = [[i] for i in range(7)]
 CUTS = {"whole": [list(range(7))], "one by one": ONCE_EACH, "unequal": [[0, 1], [2, 3, 4], [5], [6]]}
 

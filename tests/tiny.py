@@ -10,6 +10,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 
+SIZES = {  # of any architecture whose config uses the common names; the vocabulary is the test's
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 3,
+    "pad_token_id": 1,
+}
+
 
 def word_tokenizer(words: str = "", pad_is_eos: bool = False) -> PreTrainedTokenizerFast:
     """Return a word-level tokenizer over the gate tags, a few words, and `words`."""
