@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from tiny import SIZES, tiny_model
+from tiny import SIZES, sharpen, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -35,15 +35,6 @@ GROUPS = {
     5: [[13], [14, 9, 8, 7, 6, 5, 4]],
 }
 PROMPTS = [prompt for members in GROUPS.values() for prompt in members]
-
-
-def sharpen(model):
-    """Scale the random matrices up, so that every token of the context moves the distribution."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    return model
 
 
 @pytest.fixture(scope="module")

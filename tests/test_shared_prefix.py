@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny import SIZES, tiny_model
+from tiny import SIZES, sharpen, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import relative_gap
@@ -41,15 +41,6 @@ TOKENS = 23  # of all suffixes
 COMMON = SIZES | {"vocab_size": V}
 ONCE_EACH = [[i] for i in range(7)]
 CUTS = {"whole": [list(range(7))], "one by one": ONCE_EACH, "unequal": [[0, 1], [2, 3, 4], [5], [6]]}
-
-
-def sharpen(model):
-    """Scale the random matrices up, so that every token of the context moves the hidden states."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(3)
-    return model
 
 
 def build(config=None, dtype=torch.float64, attention="sdpa"):
