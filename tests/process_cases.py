@@ -17,10 +17,13 @@ import traceback
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+import yaml
+from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
 from tiny import tiny_model, word_tokenizer
+from torch.distributed.tensor import DTensor
 from training import ParityWorkflow, length_turn_reward, make_trainer, token_reward
 from transformers import TrainerCallback
 
@@ -82,7 +85,7 @@ def corpus():
 
 def facts():
     """Return what every test asserts about the launch it got."""
-    state = PartialState()
+    state = AcceleratorState()
     return {"num_processes": state.num_processes, "distributed_type": state.distributed_type.value}
 
 
@@ -112,7 +115,8 @@ class Gradients(TrainerCallback):
     def keep(self, gradient):
         if self.kept is None:
             named = self.trainer.model.named_parameters()
-            self.kept = {name: gradient(p).detach().clone() for name, p in named if p.requires_grad}
+            kept = {name: gradient(p).detach() for name, p in named if p.requires_grad}
+            self.kept = {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in kept.items()}
 
 
 def gradient(folder, lora=False, split=False, **options):
@@ -261,9 +265,25 @@ def run_case(name, folder):
     return result
 
 
+def shard_on_cpus():
+    """Let accelerate prepare FSDP2 as accelerate_configs/fsdp2.yaml says, on CPUs: it is told that they are GPUs.
+
+    It would train without FSDP on what it knows to be a CPU; torch itself shards there all the same.
+    """
+    config = yaml.safe_load((Path(__file__).parents[1] / "accelerate_configs" / "fsdp2.yaml").read_text())
+    os.environ |= {name.upper(): str(value).lower() for name, value in config["fsdp_config"].items()}
+    for name in ("FSDP_AUTO_WRAP_POLICY", "FSDP_STATE_DICT_TYPE"):
+        os.environ[name] = os.environ[name].upper()
+    os.environ |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    torch.distributed.init_process_group("gloo")
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
 def run_stage(stage, folder):
     engine, cases = stage.rpartition(":")[::2]
-    if engine:
+    if engine == "fsdp2":
+        shard_on_cpus()
+    elif engine:
         import deepspeed
 
         deepspeed.init_distributed("gloo")

@@ -3,7 +3,8 @@
 import os
 from typing import Any
 
-from accelerate.utils import is_peft_model
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_peft_model
+from torch.distributed.fsdp import CPUOffloadPolicy
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
@@ -33,10 +34,7 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             "show it one (CUDA_VISIBLE_DEVICES=0)"
         )
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise ValueError(
-            "FSDP is not honoured under a workflow, which samples and scores outside the forward pass that gathers "
-            "its shards: use DDP (accelerate_configs/multi_gpu.yaml) or DeepSpeed ZeRO (zero2.yaml, zero3.yaml)"
-        )
+        check_fsdp(args)
     loading: Any = args.accelerator_config
     if args.world_size > 1 and (loading.split_batches or loading.dispatch_batches or not loading.even_batches):
         raise ValueError(
@@ -48,6 +46,27 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             "fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling it bypasses: set bf16"
         )
     return args
+
+
+def check_fsdp(args: TurnGRPOConfig) -> None:
+    """Refuse, under FSDP, what does not leave whole weights for a rollout and its passes, or none that are right."""
+    state: Any = args.distributed_state
+    if state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        raise ValueError(
+            f"FSDP needs several GPUs, found {state.num_processes} process(es) on {state.device}, where accelerate "
+            "would train without it: use accelerate_configs/cpu.yaml, cpu_2proc.yaml or single_gpu.yaml"
+        )
+    plugin = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}))
+    wrong = {
+        "fsdp_version: 2": plugin.fsdp_version != 2,
+        "fsdp_cpu_ram_efficient_loading: false": plugin.cpu_ram_efficient_loading,
+        "fsdp_offload_params: false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_activation_checkpointing: false (use gradient_checkpointing)": plugin.activation_checkpointing,
+        "fsdp_state_dict_type: FULL_STATE_DICT": "FULL_STATE_DICT" not in str(plugin.state_dict_type),
+    }
+    if any(wrong.values()):
+        expected = ", ".join(name for name, fault in wrong.items() if fault)
+        raise ValueError(f"FSDP under a workflow needs {expected}: see accelerate_configs/fsdp2.yaml")
 
 
 def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled: bool) -> None:

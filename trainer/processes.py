@@ -6,6 +6,8 @@ has turns for. So nothing is reduced while gradients gather, and everything once
     DDP         its hooks wait for a forward pass of its own and stay idle; sum_gradients() adds up.
     DeepSpeed   its hooks reduce at every gradient that a parameter gets; passes run on leaves of their own
                 (local_leaves), and engine_backward() hands the finished gradients over in one backward pass.
+    FSDP2       whole weights stand in the place of its shards, without its hooks (whole_weights), and passes run on
+                leaves; sum_gradients() adds up, and every shard gets its part of the sum.
 """
 
 import contextlib
@@ -16,6 +18,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from trl.models.utils import add_hooks, remove_hooks
 
 from .metrics import trajectory_measures
@@ -87,15 +90,19 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-# ---- DeepSpeed (0.19) ----
+# ---- weights in parts: FSDP2 (torch 2.13) and DeepSpeed (0.19) ----
 
 
 @contextlib.contextmanager
 def whole_weights(model: nn.Module, engine: Any = None) -> Iterator[None]:
-    """Hold the weights that ZeRO-3 has cut into parts whole on every process, and its hooks off the modules.
+    """Hold the weights that ZeRO-3 or FSDP2 has cut into parts whole on every process, and its hooks off the modules.
 
     Any other model is left as it is. Every process must enter; contexts do not nest.
     """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        with _hooks_off(model), _gathered_shards(model):
+            yield
+        return
     parameters = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not parameters:
         yield
@@ -113,26 +120,66 @@ def whole_weights(model: nn.Module, engine: Any = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _hooks_off(model: nn.Module) -> Iterator[None]:
+    """Take off the hooks with which FSDP2 gathers and cuts a module's weights around its forward pass."""
+    tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        for key in [key for key, hook in table.items() if hook.__module__.startswith("torch.distributed.fsdp")]:
+            del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
+
+
+@contextlib.contextmanager
+def _gathered_shards(model: nn.Module) -> Iterator[None]:
+    """Put whole parameters in the place of DTensors; the gradient that one holds in the end goes to its shards."""
+    shards: dict[Any, nn.Parameter] = {
+        p: nn.Parameter(p.detach().full_tensor(), requires_grad=p.requires_grad)
+        for p in model.parameters()
+        if isinstance(p, DTensor)
+    }
+    try:
+        with _in_place_of(model, shards):
+            yield
+    finally:
+        for shard, whole in shards.items():
+            if whole.grad is not None:  # every process has all of it: nothing is sent
+                shard.grad = distribute_tensor(whole.grad, shard.device_mesh, shard.placements, src_data_rank=None)
+
+
+@contextlib.contextmanager
+def _in_place_of(model: nn.Module, others: Mapping[Any, nn.Parameter]) -> Iterator[None]:
+    """Let every module that holds one of the parameters `others` hold the other in its place."""
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in others
+    ]
+    try:
+        for module, name, parameter in places:
+            module._parameters[name] = others[parameter]
+        yield
+    finally:
+        for module, name, parameter in places:
+            module._parameters[name] = parameter
+
+
+@contextlib.contextmanager
 def local_leaves(model: nn.Module, gradients: dict[str, torch.Tensor]) -> Iterator[None]:
     """Put leaves over the same memory in the place of trainable parameters; add what they get to `gradients`, float32.
 
     No hook of the engine hangs on a leaf, so that backward passes stay on this process.
     """
     leaves = {p: nn.Parameter(p.data) for p in model.parameters() if p.requires_grad}
-    places = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter in leaves
-    ]
     names = {leaves[parameter]: name for name, parameter in model.named_parameters() if parameter in leaves}
-    try:
-        for module, name, parameter in places:
-            module._parameters[name] = leaves[parameter]
+    with _in_place_of(model, leaves):
         yield
-    finally:
-        for module, name, parameter in places:
-            module._parameters[name] = parameter
     for leaf, name in names.items():
         if leaf.grad is not None:
             gradients[name] = leaf.grad.float() + gradients.get(name, 0.0)

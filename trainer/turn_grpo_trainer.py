@@ -133,7 +133,9 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         zero_dropout(self.model)
         if self.is_deepspeed_enabled and self.args.bf16:
             self.model.to(torch.bfloat16)  # as the engine will: reference and digests are of the weights that train
-        self._gradients: dict[str, torch.Tensor] = {}  # of this process, until the engine gets them
+        if self.is_fsdp_enabled:
+            self.model.to(self.args.device)  # accelerate would leave it on the CPU until training starts
+        self._gradients: dict[str, torch.Tensor] = {}  # of this process, until the update gets them
         self.policy = Policy(self.model, self.accelerator.autocast)
         self.reference = Reference(self.policy) if self.beta else None
         if self.reference is not None and not is_peft_model(self.model):
@@ -269,7 +271,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         rollout, total = part.rollout, torch.zeros((), device=self.accelerator.device)
         plan = self.scorer.plan(rollout.turns, self._needs_forward(part), rollout.clusters)
         kept = part.reference_hidden if self.num_iterations > 1 else None
-        apart = self.is_deepspeed_enabled
+        apart = self.is_deepspeed_enabled or self.is_fsdp_enabled
         with local_leaves(self.model, self._gradients) if apart else contextlib.nullcontext():
             for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
                 loss = self._microbatch_loss(part, rows, batch, scores)
@@ -321,7 +323,11 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
                 engine_backward(self.accelerator, self.model, self._gradients)
                 self._gradients.clear()
             else:
-                sum_gradients([parameter for parameter in self.model.parameters() if parameter.requires_grad])
+                trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+                for name, gradient in self._gradients.items():
+                    trained[name].grad = gradient.to(trained[name].dtype)
+                self._gradients.clear()
+                sum_gradients(list(trained.values()))
         self._log_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 
@@ -333,7 +339,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         return norm
 
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the weights whole on every process, which ZeRO-3 alone cuts into parts; every process must enter."""
+        """Hold the weights whole on every process, which ZeRO-3 and FSDP2 cut into parts; every process must enter."""
         return whole_weights(self.model, getattr(self, "deepspeed", None))
 
     # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
