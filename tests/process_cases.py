@@ -148,6 +148,7 @@ def gradient(folder, lora=False, split=False, **options):
         "rewards": rollout.rewards,
         "first_turns": [rollout.trajectory_ids.tolist().index(owner) for owner in range(len(rollout.trajectories))],
         "own_turns": len(own),
+        "sharded": any(hasattr(p, "ds_id") or isinstance(p, DTensor) for p in trainer.model.parameters()),
         "tokens": [turn.completion_ids for turn in own],
         "log": trainer.state.log_history,
     }
@@ -189,8 +190,13 @@ def loaded(folder, **options):
 
 
 def lower(folder):
-    """LoRA in bfloat16 against its reference."""
-    options = {"bf16": True, "per_device_train_batch_size": 8 // PartialState().num_processes, "beta": 0.1}
+    """LoRA on a bfloat16 model against its reference."""
+    options = {
+        "dtype": torch.bfloat16,
+        "bf16": True,
+        "per_device_train_batch_size": 8 // PartialState().num_processes,
+        "beta": 0.1,
+    }
     trainer = make_trainer(folder, peft_config=LoraConfig(r=4, target_modules="all-linear"), **(ENGINE | options))
     trainer.train()
     return {"log": trainer.state.log_history, "dtypes": {str(p.dtype) for p in trainer.model.parameters()}}

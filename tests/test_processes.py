@@ -7,19 +7,21 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import process_cases
 import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from accelerate import DistributedType
 from accelerate.commands.config.config_args import load_config_from_file
 from training import make_trainer, relative_gap
 
 from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig
-from turngrpo.trainer.checks import check_arguments
+from turngrpo.trainer.checks import check_arguments, check_fsdp
 from turngrpo.trainer.iteration import score_rollout, training_slices
-from turngrpo.trainer.states import compare_states
+from turngrpo.trainer.states import checkpoint_fields, compare_states
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -184,22 +186,38 @@ def test_another_number_of_processes_is_refused_by_name(two, tmp_path):
         process_cases.resumable(tmp_path / "straight", resume=2)
 
 
-# ---- DeepSpeed ----
+# ---- weights in parts: DeepSpeed and FSDP2 ----
+
+ENGINES = {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
+RESUMES = ("straight,stopped", "continued")
+STAGES = {  # each with an engine of its own
+    "DEEPSPEED": [
+        "zero2:full,lora,gated",
+        "zero3:full,lora,loaded,loaded_lora,gated",
+        *(f"{engine}:{cases}" for engine in ("zero2", "zero3") for cases in RESUMES),
+        "zero2:lower",
+        "zero3:lower",
+    ],
+    "FSDP": ["fsdp2:full,lora,gated", *(f"fsdp2:{cases}" for cases in RESUMES), "fsdp2:lower"],
+}
 
 
 @pytest.fixture(scope="module")
-def zero(tmp_path_factory):
-    """One launch of two processes under ZeRO-2 and ZeRO-3, each stage with an engine of its own."""
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install turngrpo[deepspeed]")
-    folder = tmp_path_factory.mktemp("zero")
-    stages = ["zero2:full,lora,gated", "zero3:full,lora,loaded,loaded_lora,gated"]
-    stages += [f"{engine}:{cases}" for engine in ("zero2", "zero3") for cases in ("straight,stopped", "continued")]
-    done = launch(TORCHRUN, folder, *stages, "zero2:lower", "zero3:lower")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
+def sharded(tmp_path_factory):
+    """Return the folder of an engine's cases on two processes; one launch for DeepSpeed and one for FSDP2."""
+    folders = {}
 
+    def get(engine):
+        kind = ENGINES[engine]
+        if kind == "DEEPSPEED":
+            pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install turngrpo[deepspeed]")
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            done = launch(TORCHRUN, folders[kind], *STAGES[kind])
+            assert done.returncode == 0, done.stderr[-3000:]
+        return folders[kind] / engine
 
-ENGINES = ("zero2", "zero3")
+    return get
 
 
 @pytest.mark.parametrize(
@@ -211,34 +229,37 @@ ENGINES = ("zero2", "zero3")
         ("zero3", "loaded_lora"),
     ],
 )
-def test_the_gradient_that_a_deepspeed_engine_steps_with_is_that_of_one_process(engine, case, one, zero):
-    whole, parts = one("lora" if "lora" in case else "full"), results(zero / engine, case, "DEEPSPEED")
+def test_the_gradient_that_shards_step_with_is_that_of_one_process(engine, case, one, sharded):
+    whole, parts = one("lora" if "lora" in case else "full"), results(sharded(engine), case, ENGINES[engine])
     assert sorted(part["own_turns"] for part in parts) == [3, 9]
     assert [tokens for part in parts for tokens in part["tokens"]] == whole["tokens"]
     for part in parts:  # the engine's mean over processes, or its scaling by accumulation, would be off by 2
         assert relative_gap(part["gradient"], whole["gradient"]) < 1e-5
+        assert part["sharded"] == (engine != "zero2")  # there really were parts, which ZeRO-2 makes of states alone
     assert_same_logs(whole["log"], parts[0]["log"])  # the engine's gradient norm is among them
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gated_memory_trains_alike_under_deepspeed(engine, one, zero):
-    logs = results(zero / engine, "gated", "DEEPSPEED")[0]["log"]
+def test_gated_memory_trains_alike_on_shards(engine, one, sharded):
+    logs = results(sharded(engine), "gated", ENGINES[engine])[0]["log"]
     assert_same_logs(one("gated")["log"], logs, left_out=["tokens/generation", "tokens/scoring", "tokens/reference"])
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_deepspeed_run_resumes_identically(engine, zero):
-    results(zero / engine, "continued", "DEEPSPEED")
-    folders = [zero / engine / run / "checkpoint-4" for run in ("straight", "continued")]
+def test_a_run_on_shards_resumes_identically(engine, sharded):
+    results(sharded(engine), "continued", ENGINES[engine])
+    folders = [sharded(engine) / run / "checkpoint-4" for run in ("straight", "continued")]
     assert compare_states(*folders) == []
-    assert any(folders[0].rglob("*optim_states.pt"))  # the engine's own state was there to compare
+    states = [name for name in checkpoint_fields(folders[0]) if "exp_avg_sq" in name]
+    assert len(states) > 10 or engine != "fsdp2"  # the optimizer's own state was there to compare
+    assert states or any(folders[0].rglob("*optim_states.pt"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_bfloat16_weights_keep_their_reference(engine, zero):
-    """The engine casts the weights; the reference's digest, checked at the end, is of what trains."""
-    part = results(zero / engine, "lower", "DEEPSPEED")[0]
-    assert part["dtypes"] == {"torch.bfloat16"}
+def test_bfloat16_weights_keep_their_reference(engine, sharded):
+    """DeepSpeed casts the weights; the reference's digest, checked at the end, is of what trains."""
+    part = results(sharded(engine), "lower", ENGINES[engine])[0]
+    assert part["dtypes"] == ({"torch.bfloat16"} if engine != "fsdp2" else {"torch.float32", "torch.bfloat16"})
     assert part["log"][0]["kl"] == pytest.approx(0, abs=1e-6) and part["log"][1]["kl"] > 0
 
 
@@ -270,10 +291,31 @@ def test_an_update_holds_whole_groups_over_all_processes(tmp_path, monkeypatch):
         config.check_workflow_options()
 
 
-def test_fsdp_is_refused_by_name_under_a_workflow(tmp_path, monkeypatch):
+def test_fsdp_is_refused_where_accelerate_would_train_without_it(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="FSDP is not honoured under a workflow.*multi_gpu.yaml.*zero3.yaml"):
+    with pytest.raises(ValueError, match=r"FSDP needs several GPUs, found 1 process\(es\) on cpu.*cpu_2proc.yaml"):
         make_trainer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FSDP_VERSION", "1", "needs fsdp_version: 2: see"),
+        ("FSDP_CPU_RAM_EFFICIENT_LOADING", "true", "needs fsdp_cpu_ram_efficient_loading: false: see"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "needs fsdp_offload_params: false: see"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", r"needs fsdp_activation_checkpointing: false \(use gradient_ch"),
+        ("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT", "needs fsdp_state_dict_type: FULL_STATE_DICT: see"),
+    ],
+)
+def test_fsdp_options_that_leave_no_whole_weights_are_refused_by_name(name, value, message, monkeypatch):
+    state = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    args = SimpleNamespace(distributed_state=state, fsdp_plugin_args=None)
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+    check_fsdp(args)  # as in accelerate_configs/fsdp2.yaml
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        check_fsdp(args)
 
 
 def test_other_ways_to_share_out_rows_are_refused_by_name(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 # resumed within a rollout's updates scores the reference once more.
 LEFT_OUT = ("time", "runtime", "per_second", "tokens/reference", "best_model_checkpoint")
 STATE = "trainer_state.json"
+FSDP_FILES = ("pytorch_model_fsdp.bin", "optimizer.bin")
 
 
 def checkpoint_fields(folder: str | Path) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def checkpoint_fields(folder: str | Path) -> dict[str, Any]:
         name = str(path.relative_to(folder))
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
-        elif path.suffix in (".pt", ".pth"):
+        elif path.suffix in (".pt", ".pth") or path.name in FSDP_FILES:
             content = torch.load(path, weights_only=False, map_location="cpu")  # written by the run itself
         elif path.name == STATE:
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -48,7 +49,7 @@ def _flatten(value: Any, name: str) -> Iterator[tuple[str, Any]]:
         for index, one in enumerate(value):
             yield from _flatten(one, f"{name}/{index}")
     else:
-        yield name, value
+        yield name, list(value) if isinstance(value, tuple) else value  # FSDP2 loads AdamW's betas as a list
 
 
 def compare_states(first: str | Path, second: str | Path) -> list[str]:
