@@ -7,6 +7,7 @@
 
 --compare_base also evaluates prompting alone (the adapter switched off) on the same rows and the same sampling noise,
 and gives the paired difference. --ignore_exit also reads every document to its end whatever the exit gate says.
+On several processes (accelerate launch) each reads its share of the rows and process 0 writes.
 Options left out that say how the model reads and how the corpus is split are those the adapter was trained with (its
 manifest.json), or the defaults of training.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from common import (
     TRAJECTORY_REWARDS,
     TURN_REWARDS,
@@ -146,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = TrlParser([EvaluateArguments])  # type: ignore[list-item]
     (options,) = parser.parse_args_and_config(arguments)
     console = make_console()
+    console.quiet = not PartialState().is_main_process
     with setting_up():
         fill_in(options)
         check_options(options)
@@ -186,7 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "policies": {label: evaluation.summary() for label, evaluation in results.items()},
         "adapter_minus_base": differences,
     }
-    write_json(Path(options.output), finite(report))
+    if PartialState().is_main_process:
+        write_json(Path(options.output), finite(report))
     console.print(f"wrote {options.output}", highlight=False)
     return 0
 

@@ -7,7 +7,8 @@
 
 Prompts are built by the same workflow as in training, token for token. Only completions are trained, and the loss is
 divided by all their tokens in the gradient accumulation. An example longer than --max_length is an error, never cut.
-With --use_peft the adapter is saved, else the whole model, each with its tokenizer.
+With --use_peft the adapter is saved, else the whole model, each with its tokenizer. On several processes (accelerate
+launch) the weights are those of one process with the same batch, and process 0 writes.
 """
 
 import json
@@ -177,6 +178,17 @@ def check_lengths(examples: Dataset, names: Sequence[str], limit: int | None) ->
         )
 
 
+def check_batches(examples: Dataset, config: SFTConfig) -> None:
+    """Raise ValueError where several processes would fill up an epoch's last batch with examples of its first."""
+    batch = config.per_device_train_batch_size * config.world_size
+    if config.world_size > 1 and not config.dataloader_drop_last and len(examples) % batch:
+        raise ValueError(
+            f"{len(examples)} examples are no multiple of --per_device_train_batch_size x processes = {batch}: the "
+            "last batch would be filled up with examples of the first; choose sizes that divide them, or give "
+            "--dataloader_drop_last true"
+        )
+
+
 class ExactSFTTrainer(ExactCheckpoints, SFTTrainer):
     """trl's SFTTrainer whose resumed runs end identical to uninterrupted ones, to the last bit.
 
@@ -305,12 +317,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         model = load_model(model_options)
         check_lengths(examples, names, config.max_length)
-    print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
+        check_batches(examples, config)
+    if config.process_index == 0:
+        print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
     trainer = fit(model, tokenizer, examples, names, config, get_peft_config(model_options))
     trainer.save_model(config.output_dir)
-    losses = [log for log in trainer.state.log_history if "loss" in log]
-    Path(config.output_dir, "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
-    print(f"saved to {config.output_dir}")
+    if config.process_index == 0:
+        losses = [log for log in trainer.state.log_history if "loss" in log]
+        Path(config.output_dir, "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
+        print(f"saved to {config.output_dir}")
     return 0
 
 

@@ -227,7 +227,7 @@ def dry_run(run: Run) -> None:
 
 
 def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evaluation:
-    """Evaluate the trainer's model on the validation rows, on the same noise every time; each process does all."""
+    """Evaluate the trainer's model on the validation rows, always on the same noise; each process reads a share."""
     with trainer.whole_weights():
         return evaluate_policy(
             trainer.model,
@@ -290,6 +290,8 @@ def train(run: Run) -> dict[str, Any]:
         "after": policies["after"].metrics if policies else None,
         "policies": {name: evaluation.summary() for name, evaluation in policies.items()},
         "adapter": str(adapter) if adapter else None,
+        "processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
     }
 
 

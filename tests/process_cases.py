@@ -31,6 +31,8 @@ from turngrpo.rewards import exit_reward, update_reward
 from turngrpo.trainer import GatedMemory
 from turngrpo.trainer.gates import GateDecision
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
 ENGINE = {}  # options of the stage's DeepSpeed engine, if it has one
 
 
@@ -85,7 +87,7 @@ def corpus():
 
 def facts():
     """Return what every test asserts about the launch it got."""
-    state = AcceleratorState()
+    state = AcceleratorState() if AcceleratorState._shared_state else PartialState()
     return {"num_processes": state.num_processes, "distributed_type": state.distributed_type.value}
 
 
@@ -245,6 +247,53 @@ def failing(folder):
     return {}
 
 
+def script_folder(folder):
+    """Return a folder with a tiny `model`, `corpus.jsonl` of 12 rows, and what the scripts are told of them."""
+    import quickstart
+
+    from turngrpo.data_prep import build_needle_corpus, write_corpus
+
+    shared = folder.with_name("scripts")
+    if PartialState().is_main_process and not shared.exists():
+        manifest, rows = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
+        texts = [f"{row['question']}\n{chunk['text']}" for row in rows for chunk in row["chunks"]]
+        tokenizer = quickstart.train_tokenizer(texts)
+        quickstart.tiny_model(tokenizer, 0, hidden_size=48).save_pretrained(shared / "model")
+        tokenizer.save_pretrained(shared / "model")
+        write_corpus(shared / "corpus.jsonl", manifest, rows)
+    PartialState().wait_for_everyone()
+    given = ["--corpus", str(shared / "corpus.jsonl"), "--instruction", quickstart.INSTRUCTION]
+    return shared / "model", [*given, "--max_memory_tokens", "16"]
+
+
+def supervised(folder, rows=None):
+    """Warm start by scripts/sft.py: twelve epochs in batches of 6, and the whole model in the end."""
+    import sft
+
+    model, given = script_folder(folder)
+    size = ["--per_device_train_batch_size", str((rows or 6) // PartialState().num_processes)]
+    steps = ["--num_train_epochs", "12", "--learning_rate", "1e-2", "--logging_steps", "1", "--save_strategy", "no"]
+    plain = ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--report_to", "none"]
+    drop = [] if rows else ["--dataloader_drop_last", "true"]
+    output = ["--model_name_or_path", str(model), "--output_dir", str(folder), "--disable_tqdm", "true"]
+    sft.main([*given, *output, *size, *steps, *plain, *drop])
+    PartialState().wait_for_everyone()  # process 0 writes
+    return {"log": json.loads((folder / "sft.json").read_text())}
+
+
+def evaluated(folder):
+    """scripts/evaluate.py on the model of `supervised`: 6 rows, two readings of each."""
+    import evaluate
+
+    _, given = script_folder(folder)
+    limits = ["--max_prompt_length", "150", "--max_completion_length", "24", "--members", "2"]
+    folder.mkdir(parents=True, exist_ok=True)
+    output = ["--model", str(folder.with_name("supervised")), "--output", str(folder / "evaluation.json")]
+    evaluate.main([*given, *limits, *output, "--trivial_policies"])
+    PartialState().wait_for_everyone()
+    return {"report": json.loads((folder / "evaluation.json").read_text())}
+
+
 CASES = {
     "full": gradient,
     "lora": lambda folder: gradient(folder, lora=True),
@@ -258,6 +307,8 @@ CASES = {
     "loaded": loaded,
     "loaded_lora": lambda folder: loaded(folder, lora=True),
     "lower": lower,
+    "supervised": supervised,
+    "evaluated": evaluated,
     "failing": failing,
 }
 

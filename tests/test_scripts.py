@@ -73,7 +73,7 @@ def trained(tiny, tmp_path_factory):
 def test_train_leaves_summary_metrics_curves_and_adapter(trained):
     output, shown = trained
     summary = json.loads((output / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "policies", "adapter", "seconds"}
+    assert set(summary) == {"before", "after", "policies", "adapter", "processes", "distributed_type", "seconds"}
     assert set(SPEC_METRICS) | {"kl"} <= set(summary["after"])
     assert summary["before"]["kl"] == 0.0  # a fresh adapter is the base model
     assert list(summary["policies"]) == ["before", "after", *TRIVIAL_GATES]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from .processes import whole_weights
 from .scoring import tensors_digest
 
 STATE_FILE = "turngrpo_state_{rank}.pt"
@@ -137,11 +138,13 @@ class ExactCheckpoints:
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def _fingerprint(self) -> dict[str, Any]:
+        with whole_weights(self.model):
+            initial_model = tensors_digest(self.model.named_parameters())
         return {
             "config": config_values(self.args),
             "processes": self.accelerator.num_processes,
             "corpus": dataset_digest(self.train_dataset),
-            "initial_model": tensors_digest(self.model.named_parameters()),
+            "initial_model": initial_model,
             "reference": None,
         }
 

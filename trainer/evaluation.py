@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 
 from turngrpo.rewards import answer_contains, answer_f1
 
@@ -19,6 +20,7 @@ from .gates import GateDecision
 from .iteration import ScoredRollout, call_turn_rewards, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
+from .processes import own_share
 from .rollout import Trajectory, Turn, collect
 from .scoring import Reference, Scorer
 from .turn_grpo_trainer import EVAL_ITERATION
@@ -174,6 +176,7 @@ def evaluate_policy(
     The noise of member m of row i is that of (eval_seed, i, m, turn), so that policies are compared on the same noise.
     `reference` adds `kl`, the exact KL(policy || reference) per response token. Raises ValueError without rows, or for
     a reward function that does not return one number or None per trajectory.
+    Several processes must all call it: each reads its share of the rows, and all return the same.
     """
     if not rows or members < 1:
         raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
@@ -194,10 +197,11 @@ def evaluate_policy(
     started = time.perf_counter()
     repeated = [row for row in rows for _ in range(members)]
     groups, numbers = [i // members for i in range(len(repeated))], [i % members for i in range(len(repeated))]
-    with rollout_progress(label, len(repeated), config.disable_tqdm) as on_turn:
-        trajectories = collect(
-            workflow, engine, tokenizer, repeated, groups, numbers, config.eval_seed, EVAL_ITERATION, on_turn
-        )
+    share = own_share(len(rows))
+    own = slice(share.start * members, share.stop * members)
+    given = repeated[own], groups[own], numbers[own], config.eval_seed, EVAL_ITERATION
+    with rollout_progress(label, len(repeated[own]), config.disable_tqdm) as on_turn:
+        trajectories = gather_object(collect(workflow, engine, tokenizer, *given, on_turn))
     seconds = time.perf_counter() - started
     rollout = score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
     names = [_name(function) for function in reward_funcs], [_name(function) for function in turn_reward_funcs]
@@ -267,7 +271,9 @@ def mean_kl(
     config: TurnGRPOConfig,
     share_prefix: bool,
 ) -> float:
-    """Return the exact KL(policy || reference), mean over all response tokens."""
+    """Return the exact KL(policy || reference), mean over all response tokens; each process scores its share."""
+    share = own_share(len(trajectories))
+    trajectories = trajectories[share.start : share.stop]
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     keys = [(trajectory.group, number) for trajectory in trajectories for number in range(len(trajectory.turns))]
     limit = config.max_tokens_per_microbatch
@@ -277,7 +283,8 @@ def mean_kl(
         for _, batch, scores in scorer.score(turns, scorer.plan(turns, keys=keys)):
             assert scores.kl is not None
             total, tokens = total + float(scores.kl.sum()), tokens + float(batch.mask.sum())
-    return total / tokens
+    parts = gather_object([(total, tokens)])
+    return sum(total for total, _ in parts) / sum(tokens for _, tokens in parts)
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -41,6 +41,13 @@ def own_rows(rows: int, before: int = 0) -> range:
     return range(start, start + rows)
 
 
+def own_share(count: int) -> range:
+    """Return which of `count` things this process does: a part of like size for each, in the order of processes."""
+    state = PartialState()
+    first, end = (count * process // state.num_processes for process in (state.process_index, state.process_index + 1))
+    return range(first, end)
+
+
 def gather_rollout(
     trajectories: list[Trajectory], turn_rewards: torch.Tensor
 ) -> tuple[list[Trajectory], torch.Tensor, range]:

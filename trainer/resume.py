@@ -101,7 +101,7 @@ class Resumable(ExactCheckpoints):
     def _fingerprint(self) -> dict[str, Any]:
         with self.whole_weights():
             reference = None if self.reference is None else self.reference.digest()
-            return super()._fingerprint() | {"reference": reference}
+        return super()._fingerprint() | {"reference": reference}
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         sampler = super()._get_train_sampler(dataset)  # type: ignore[misc]
