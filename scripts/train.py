@@ -35,7 +35,7 @@ from common import (
     setting_up,
 )
 from datasets import load_dataset
-from peft import get_peft_model
+from memory_estimate import memory_parts, memory_table, model_sizes
 from quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from quickstart import prepare as prepare_start
 from reporting import RunLog, finite, make_console, policies_table, write_curves, write_json
@@ -180,34 +180,11 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
     return train, validation and sample_rows(validation, options.validation_rows, options.split_seed)
 
 
-def memory_estimate(run: Run) -> Table:
-    """Return a table of rough gigabytes: weights, trained parameters with AdamW, activations, and KV cache."""
-    model = empty_model(run.model_options)
-    shape = model.config.get_text_config()
+def memory(run: Run) -> Table:
+    """Return a table of rough gigabytes that the run needs on one GPU."""
+    sizes = model_sizes(empty_model(run.model_options), get_peft_config(run.model_options))
     width = 4 if run.model_options.dtype in (None, "float32", "auto") else 2
-    peft_config = get_peft_config(run.model_options)
-    total = sum(p.numel() for p in model.parameters())
-    trained = total
-    if peft_config is not None:
-        trained = get_peft_model(model, peft_config).get_nb_trainable_parameters()[0]
-    tokens, layers, hidden = run.config.max_tokens_per_microbatch, shape.num_hidden_layers, shape.hidden_size
-    # About 16 hidden-sized tensors of a layer are kept for backward, one with checkpointing (and one layer at work).
-    kept = layers + 16 if run.config.gradient_checkpointing else 16 * layers
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-    head_size = getattr(shape, "head_dim", None) or hidden // shape.num_attention_heads
-    parts = {
-        f"weights ({total:,} parameters)": total * width,
-        f"trained ({trained:,}) with gradient and AdamW": trained * (16 if peft_config else 12 + width),
-        f"activations of {tokens:,} tokens": tokens * hidden * width * kept,
-        f"KV cache of {run.config.rollout_batch_tokens:,} tokens": (
-            2 * layers * heads * head_size * width * run.config.rollout_batch_tokens
-        ),
-    }
-    table = Table("memory, estimated", title=str(run.model_options.model_name_or_path))
-    table.add_column("GB", justify="right")
-    for name, size in (parts | {"together": sum(parts.values())}).items():
-        table.add_row(name, f"{size / 1e9:.3f}")
-    return table
+    return memory_table(memory_parts(sizes, run.config, width), str(run.model_options.model_name_or_path))
 
 
 def dry_run(run: Run) -> None:
@@ -222,7 +199,7 @@ def dry_run(run: Run) -> None:
     table.add_row("an update", f"{per_update} trajectories in groups of {config.num_generations}")
     table.add_row("rewards", ", ".join(f.__name__ for f in [*run.rewards, *run.turn_rewards]))
     run.console.print(table)
-    run.console.print(memory_estimate(run))
+    run.console.print(memory(run))
     run.console.print("dry run: nothing was trained or written")
 
 

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import process_cases
 import pyarrow.parquet as pq
 import pytest
+import sft  # noqa: E402  # process_cases makes scripts importable
 import torch
 import yaml
 from accelerate import DistributedType
 from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
 from training import make_trainer, relative_gap
 
 from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig
@@ -51,7 +53,9 @@ def launched(tmp_path_factory):
     """One launch of two processes by `accelerate launch`; the last stage fails on one of them."""
     folder = tmp_path_factory.mktemp("two")
     launcher = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "cpu_2proc.yaml")]
-    return folder, launch(launcher, folder, "full,lora,split,gated,straight", "killed", "resumed", "failing")
+    return folder, launch(
+        launcher, folder, "full,lora,split,supervised,evaluated,gated,straight", "killed", "resumed", "failing"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +155,39 @@ def test_the_ledgers_of_two_processes_are_that_of_one_in_parts(one, two):
                 assert repr(ours[column]) == repr(theirs[column])  # NaN equals NaN
             assert ours["advantage"] == pytest.approx(theirs["advantage"], rel=1e-6)
             assert ours["behavior_logprobs"] == pytest.approx(theirs["behavior_logprobs"], abs=1e-5)
+
+
+# ---- scripts ----
+
+
+def test_a_warm_start_on_two_processes_is_that_of_one(one, two):
+    logs = one("supervised")["log"], results(two, "supervised")[0]["log"]
+    assert_same_logs(*logs, tolerance=2e-3)
+    assert logs[0][-1]["loss"] < logs[0][0]["loss"] - 1
+    weights = [load_file(folder / "supervised" / "model.safetensors") for folder in (one.folder, two)]
+    assert relative_gap(*weights) < 1e-3
+
+
+def test_a_batch_that_would_be_filled_up_is_refused_before_training(tmp_path, monkeypatch):
+    monkeypatch.setattr(sft.SFTConfig, "world_size", 2)
+    config = sft.SFTConfig(str(tmp_path), per_device_train_batch_size=3, use_cpu=True, bf16=False, report_to="none")
+    sft.check_batches(range(12), config)
+    with pytest.raises(ValueError, match="13 examples are no multiple of .* = 6.*--dataloader_drop_last"):
+        sft.check_batches(range(13), config)
+    config.dataloader_drop_last = True
+    sft.check_batches(range(13), config)
+
+
+def test_an_evaluation_on_two_processes_is_that_of_one(one, two):
+    """Both evaluate the same weights, those of the warm start on two."""
+    shutil.copytree(two / "supervised", one.folder / "supervised", dirs_exist_ok=True)
+    ours, theirs = one("evaluated")["report"], results(two, "evaluated")[1]["report"]
+    assert ours["rows"] == theirs["rows"] == 6 and len(ours["policies"]) == 5
+    for name, policy in ours["policies"].items():
+        for part in ("metrics", "intervals", "breakdown"):
+            assert policy[part] == theirs["policies"][name][part]
+    low, high = ours["policies"]["model"]["intervals"]["response_tokens/mean"]
+    assert low < high  # rows differ, so that one counted twice would show
 
 
 # ---- endings ----

@@ -67,11 +67,15 @@ def gather_rollout(
 
 
 @torch.no_grad()
-def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
+def sum_gradients(model: nn.Module, gathered: dict[str, torch.Tensor]) -> None:
     """Add up the gradients of all processes, in place; a parameter without one counts as zero and gets the sum.
 
-    Called once per optimizer step by every process with the same parameters in the same order.
+    Called once per optimizer step by every process. `gathered` are gradients that passes left, by name; used up here.
     """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for name, parameter in model.named_parameters():
+        if name in gathered:
+            parameter.grad = gathered.pop(name).to(parameter.dtype)
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

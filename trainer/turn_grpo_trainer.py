@@ -16,13 +16,7 @@ from .batching import TurnBatch
 from .callbacks import OptimizerTimer, rollout_progress
 from .checks import check_arguments, check_model, check_rows
 from .engines import TransformersEngine
-from .iteration import (
-    ScoredRollout,
-    TrainingSlice,
-    call_turn_rewards,
-    objective_weights,
-    score_rollout,
-)
+from .iteration import ScoredRollout, TrainingSlice, call_turn_rewards, objective_weights, score_rollout
 from .losses import clipped_surrogate, k3_kl
 from .policy import Policy, zero_dropout
 from .processes import (
@@ -134,7 +128,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
         if self.is_deepspeed_enabled and self.args.bf16:
             self.model.to(torch.bfloat16)  # as the engine will: reference and digests are of the weights that train
         if self.is_fsdp_enabled:
-            self.model.to(self.args.device)  # accelerate would leave it on the CPU until training starts
+            self.model.to(self.args.device)  # which accelerate would leave on the CPU until training starts
         self._gradients: dict[str, torch.Tensor] = {}  # of this process, until the update gets them
         self.policy = Policy(self.model, self.accelerator.autocast)
         self.reference = Reference(self.policy) if self.beta else None
@@ -323,11 +317,7 @@ class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
                 engine_backward(self.accelerator, self.model, self._gradients)
                 self._gradients.clear()
             else:
-                trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-                for name, gradient in self._gradients.items():
-                    trained[name].grad = gradient.to(trained[name].dtype)
-                self._gradients.clear()
-                sum_gradients(list(trained.values()))
+                sum_gradients(self.model, self._gradients)
         self._log_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 

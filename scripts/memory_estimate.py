@@ -1,0 +1,163 @@
+"""Memory of one GPU on paper, and the batch sizes that keep an iteration the same on any number of GPUs.
+
+    python scripts/memory_estimate.py
+
+prints both for scripts/recipes/qwen2.5_3b.yaml on 1, 4 and 8 GPUs; train.py --dry_run prints the memory of any run.
+Under DDP every GPU holds all of it; ZeRO and FSDP2 share out AdamW's states, 8 bytes of a trained parameter.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from turngrpo.trainer import TurnGRPOConfig
+from turngrpo.trainer.exact_kl import TILE_ELEMENTS
+
+RECIPE = Path(__file__).parent / "recipes" / "qwen2.5_3b.yaml"
+QWEN2_5_3B = {
+    "num_hidden_layers": 36,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "intermediate_size": 11008,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+GPUS = (1, 4, 8)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory of a model depends on."""
+
+    parameters: int
+    trained: int
+    layers: int
+    hidden: int
+    attention: int  # width of all query heads
+    keys: int  # width of all key heads
+    intermediate: int
+    vocabulary: int
+
+
+def model_sizes(model: Any, peft_config: Any = None) -> Sizes:
+    """Return the sizes of a causal model, which may be without weights (on the meta device)."""
+    shape = model.config.get_text_config()
+    total = trained = sum(parameter.numel() for parameter in model.parameters())
+    if peft_config is not None:
+        trained = get_peft_model(model, peft_config).get_nb_trainable_parameters()[0]
+    heads = shape.num_attention_heads
+    head_size = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+    return Sizes(
+        parameters=total,
+        trained=trained,
+        layers=shape.num_hidden_layers,
+        hidden=shape.hidden_size,
+        attention=heads * head_size,
+        keys=(getattr(shape, "num_key_value_heads", None) or heads) * head_size,
+        intermediate=getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size,
+        vocabulary=shape.vocab_size,
+    )
+
+
+def memory_parts(sizes: Sizes, config: TurnGRPOConfig, width: int) -> dict[str, dict[str, int]]:
+    """Return the bytes of one GPU by name: `always`, in a `rollout`, in an `update`; `width` bytes hold a number.
+
+    In an update a prefix and one micro-batch of its suffixes hold max_tokens_per_microbatch tokens, and a group's
+    responses have reference states; in a rollout rollout_batch_tokens are cached, every prefix once.
+    """
+    tokens, cached = config.max_tokens_per_microbatch, config.rollout_batch_tokens
+    responses = (config.num_generations or 1) * (config.max_completion_length or 0)
+    keys_and_values = 2 * sizes.keys * sizes.layers * width  # of a token
+    # A layer keeps for backward: inputs and outputs of two norms, what attention returns, queries and their results,
+    # keys, values; gate, its activation, up and the product. Checkpointing keeps inputs alone, and one layer at work.
+    layer = (5 * sizes.hidden + 2 * sizes.attention + 2 * sizes.keys + 4 * sizes.intermediate) * width
+    kept = sizes.layers * sizes.hidden * width + layer if config.gradient_checkpointing else sizes.layers * layer
+    # Of a trained number: a float32 gradient and AdamW's two states; a LoRA's own weights are float32 too.
+    trained = 16 if sizes.trained < sizes.parameters else 12
+    return {
+        "always": {
+            f"weights ({sizes.parameters:,} parameters)": sizes.parameters * width,
+            f"trained ({sizes.trained:,}) with gradient and AdamW": sizes.trained * trained,
+        },
+        "rollout": {
+            f"KV cache of {cached:,} tokens": cached * keys_and_values,
+            "head in float32": sizes.vocabulary * sizes.hidden * 4,
+        },
+        "update": {
+            f"activations of {tokens:,} tokens": tokens * kept,
+            "their keys and values with gradients": tokens * keys_and_values * 2,
+            f"reference states of {responses:,} tokens": responses * sizes.hidden * width if config.beta else 0,
+            "head tiles": 5 * TILE_ELEMENTS * 4,
+        },
+    }
+
+
+def peak(parts: dict[str, dict[str, int]]) -> int:
+    """Return the bytes held at once: a rollout and an update follow one another."""
+    always, rollout, update = (sum(parts[name].values()) for name in ("always", "rollout", "update"))
+    return always + max(rollout, update)
+
+
+def memory_table(parts: dict[str, dict[str, int]], title: str) -> Table:
+    """Return memory_parts as a table of rough gigabytes."""
+    table = Table("when", "memory of one GPU, estimated", title=title)
+    table.add_column("GB", justify="right")
+    for when, sizes in parts.items():
+        for name, size in sizes.items():
+            table.add_row(when, name, f"{size / 1e9:.3f}")
+    table.add_row("peak", "always + the larger of rollout and update", f"{peak(parts) / 1e9:.3f}")
+    return table
+
+
+def batch_fields(trajectories: int, group: int, processes: int) -> dict[str, int]:
+    """Return the options with which so many processes roll out `trajectories` and make one update of them.
+
+    Raises ValueError where whole groups cannot be shared out evenly.
+    """
+    if trajectories % (group * processes):
+        raise ValueError(
+            f"{trajectories} trajectories in groups of {group} cannot be shared out over {processes} GPUs"
+        )
+    accumulation = trajectories // (group * processes)
+    return {
+        "per_device_train_batch_size": group,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": accumulation,
+        "num_generations": group,
+    }
+
+
+def main() -> int:
+    """Print the memory and the batches of the recipe."""
+    recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    names = "per_device_train_batch_size num_generations max_completion_length max_tokens_per_microbatch beta".split()
+    names.append("gradient_checkpointing")
+    config = TurnGRPOConfig(
+        "unused", report_to="none", use_cpu=True, bf16=False, **{name: recipe[name] for name in names}
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**QWEN2_5_3B))
+    lora = LoraConfig(r=recipe["lora_r"], target_modules=recipe["lora_target_modules"])
+    console = Console()
+    console.print(memory_table(memory_parts(model_sizes(model, lora), config, 2), "Qwen2.5-3B, LoRA, bfloat16"))
+    group = recipe["num_generations"]
+    trajectories = recipe["per_device_train_batch_size"] * recipe["gradient_accumulation_steps"]
+    table = Table("one iteration, one update", *(f"{count} GPU{'s' * (count > 1)}" for count in GPUS))
+    batches = [batch_fields(trajectories, group, count) for count in GPUS]
+    for name in batches[0]:
+        table.add_row(name, *(str(batch[name]) for batch in batches))
+    table.add_row("max_tokens_per_microbatch", *[str(config.max_tokens_per_microbatch)] * len(GPUS))
+    console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    main()
