@@ -51,7 +51,7 @@ def train(tmp_path_factory):
     given += ["--model_name_or_path", str(model), "--max_prompt_length", "150", "--max_completion_length", "8"]
     given += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--report_to", "none"]
     given += ["--reward_funcs", "length_reward.score", "--turn_reward_funcs", "length_reward.turns", "--beta", "0.1"]
-    given += ["--num_generations", "4", "--gradient_accumulation_steps", "2", "--steps_per_generation", "4"]
+    given += ["--num_generations", "4", "--gradient_accumulation_steps", "2", "--num_iterations", "2"]
     given += ["--max_steps", "4", "--learning_rate", "1e-3", "--logging_steps", "1", "--loss_type", "group"]
     given += ["--save_strategy", "no", "--use_peft", "--lora_r", "4", "--validation_rows", "3", "--alpha", "0.5"]
     kept = {}
