@@ -13,9 +13,9 @@ from functools import partial
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file
-from tiny import sharpen, tiny_model, word_tokenizer
+from tiny import adapted_model, save_base, tiny_model, word_tokenizer
 from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,36 +25,15 @@ CORPUS = {"name": "tiny corpus", "digest": "ab12", "label_source": "model", "kap
 TOKENS = torch.arange(4, 12)[None]
 
 
-def make_model(tokenizer, base=None, **lora):
-    """A LoRA model with TRL's frozen copy "ref" beside the trained adapter."""
-    if base is None:
-        base = tiny_model(len(tokenizer))
-        base.name_or_path = base.config._name_or_path = "owner/tiny"
-    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    model = get_peft_model(base, LoraConfig(**(options | lora)))
-    model.add_adapter("ref", LoraConfig(**options))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B.default" in name:
-                parameter.fill_(0.5)
-            if "lora_B.ref" in name:
-                parameter.fill_(-7.0)
-    return model
-
-
 @pytest.fixture
 def trained():
     tokenizer = word_tokenizer()
-    return make_model(tokenizer), tokenizer
+    return adapted_model(tokenizer), tokenizer
 
 
 @pytest.fixture
 def base_folder(tmp_path):
-    """A base model that lies on disk, sharp enough for an adapter to change it visibly."""
-    tokenizer = word_tokenizer()
-    sharpen(tiny_model(len(tokenizer), tie_word_embeddings=False)).save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    return save_base(tmp_path / "base")
 
 
 def load(folder):
@@ -251,7 +230,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(trained, tmp_path, source)
 @pytest.fixture
 def run(base_folder, tmp_path):
     """Output folder of a training from a warm-started adapter, with TRL's frozen copy "ref" in its checkpoint."""
-    warm = make_model(word_tokenizer(), load(base_folder))
+    warm = adapted_model(word_tokenizer(), load(base_folder))
     warm.delete_adapter("ref")
     trainer = make_trainer(
         tmp_path / "run", model=warm, beta=0.1, max_steps=1, save_strategy="steps", save_steps=1, use_cpu=True
@@ -327,7 +306,7 @@ def test_broken_weights_are_refused(trained, tmp_path):
 
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True, "modules_to_save": ["lm_head"]}], ids=["lora", "dora"])
 def test_merged_weights_are_base_and_adapter(base_folder, tmp_path, lora):
-    model = make_model(word_tokenizer(), load(base_folder), **lora)
+    model = adapted_model(word_tokenizer(), load(base_folder), **lora)
     if lora:
         with torch.no_grad():
             model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(0.5)

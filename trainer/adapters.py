@@ -170,14 +170,19 @@ def merge_version(version: str | os.PathLike[str]) -> Path:
     with _locked(version.parent) as partial:
         if final.exists():
             raise ValueError(f"{final} is there already: a version is never written again")
-        base = AutoModelForCausalLM.from_pretrained(
-            manifest["base_model"], revision=manifest["base_revision"], dtype="auto"
-        )
+        base = _load_base(manifest["base_model"], manifest["base_revision"])
         merged: Any = PeftModel.from_pretrained(base, str(version))
         merged.merge_and_unload(safe_merge=True).save_pretrained(partial)
         AutoTokenizer.from_pretrained(version).save_pretrained(partial)
         card = model_card(manifest, manifest["metrics"]["before"], manifest["metrics"]["after"], adapter=None)
         return _publish(partial, final, {**manifest, "format": MERGED_FORMAT}, card)
+
+
+def _load_base(name: str, revision: str | None) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype="auto")
+    except OSError as error:
+        raise ValueError(f"the base model {name} cannot be loaded: merge where it can. {error}") from error
 
 
 def read_version(version: str | os.PathLike[str], *formats: str) -> dict[str, Any]:

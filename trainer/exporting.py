@@ -32,11 +32,11 @@ class Exporting:
     whole_weights: Any
     _place: Any
     provenance: Mapping[str, Any] = {}
-    exported: Path | None = None  # on process 0, the version of the weights as they are
-    _is_exported = False
+    exported: Path | None = None  # the newest version, on process 0
+    _is_exported = False  # the weights as they are
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self.exported, self._is_exported = None, False
+        self._is_exported = False
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -56,17 +56,19 @@ class Exporting:
     ) -> Path | None:
         """Write the adapter as output_dir/adapters/`name`/v0001, v0002, ... and return that folder (on process 0).
 
-        `name` is the output folder's when left out; `before` and `after` are metrics, `after` those of the evaluation
-        at this update when left out. Every process must call it. Raises ValueError without an adapter.
+        `name` is by default that of the version before, or the output folder's; `before` and `after` are metrics,
+        `after` by default those of the evaluation at this update. Every process must call it. Raises ValueError
+        without an adapter.
         """
         output = Path(self.args.output_dir).resolve()
+        name = name or (self.exported.parent.name if self.exported else output.name)
         with self.whole_weights():
             self._is_exported = True
             if self.is_world_process_zero():
                 self.exported = export_adapter(
                     self.model,
                     self.processing_class,
-                    output / "adapters" / (name or output.name),
+                    output / "adapters" / name,
                     before=before,
                     after=after or evaluation_at(self.state.log_history, self.state.global_step),
                     **self._facts(),
