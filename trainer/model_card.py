@@ -61,41 +61,39 @@ All of it, and the SHA-256 of every file, is in `manifest.json`.
 {use}
 """
 USE_ADAPTER = """\
-In this folder:
+With the full path of this folder in `ADAPTER`, PEFT:
 
 ```python
+import os
+
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoTokenizer
 
-model = AutoPeftModelForCausalLM.from_pretrained(".")
-tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoPeftModelForCausalLM.from_pretrained(os.environ["ADAPTER"])
+tokenizer = AutoTokenizer.from_pretrained(os.environ["ADAPTER"])
 ```
 
 vLLM:
 
 {vllm}
 
-`transformers serve`, from a folder that holds base weights and adapter together:
+`transformers serve`, which takes a folder that holds base weights and adapter together:
 
 ```bash
 mkdir mounted
 ln -s {base_folder}/* mounted/
-ln -sf "$PWD"/* mounted/
+ln -sf "$ADAPTER"/* mounted/
 transformers serve mounted
 ```
 """
 VLLM = """\
 ```bash
-vllm serve {base}{revision} --enable-lora --max-lora-rank {rank} --lora-modules {name}=.
+vllm serve {base}{revision} --enable-lora --max-lora-rank {rank} --lora-modules {name}="$ADAPTER"
 ```"""
 NO_VLLM = "vLLM mounts no adapter with {why}: serve whole weights, from `scripts/export_adapter.py --merge`."
 USE_MERGED = """\
-The adapter is merged into these weights, for servers without LoRA. In this folder:
-
-```bash
-vllm serve .
-transformers serve .
-```
+The adapter is merged into these weights, for servers without LoRA. In this folder: `vllm serve .` or
+`transformers serve .`
 """
 
 
