@@ -133,6 +133,10 @@ def prepare(
     if model_options.use_peft:
         check_name(options.adapter_name or output.name)
     if config.push_to_hub:
+        if not model_options.use_peft:
+            raise ValueError(
+                "--push_to_hub pushes the exported adapter: add --use_peft, or push model/ with `hf upload`"
+            )
         check_push(config.hub_model_id or output.name, config.hub_token)
     seconds: dict[str, float] = {}
     if options.quickstart:
@@ -344,7 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(path, finite(summary))
     console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
     if config.push_to_hub:
-        trainer.push_to_hub()
+        with setting_up():
+            trainer.push_to_hub()
     return 0
 
 

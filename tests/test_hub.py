@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import transformers.utils.hub
+from datasets import Dataset
 from hub_server import running_hub
-from huggingface_hub import constants, snapshot_download
-from tiny import adapted_model, save_base, word_tokenizer
-from training import make_trainer
+from huggingface_hub import ModelCard, constants, snapshot_download
+from tiny import adapted_model, save_base, tiny_model, word_tokenizer
+from training import PROMPTS, make_trainer
 from transformers import AutoModelForCausalLM
+from trl import GRPOConfig
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
+from turngrpo.trainer import TurnGRPOTrainer
 from turngrpo.trainer.adapters import export_adapter, read_version
 from turngrpo.trainer.hub import push_version
 
@@ -37,6 +41,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the address of xet's storage is the real Hub's
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+        monkeypatch.setattr(
+            transformers.utils.hub, "_hf_api", None
+        )  # transformers keeps a client that knows its address
         monkeypatch.setenv("HF_TOKEN", "hf_owner")
         yield hub
 
@@ -164,6 +171,10 @@ def test_a_changed_version_is_not_pushed(hub, version):
 # ---- from the trainer ----
 
 
+def len_reward(completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+
 def test_the_trainer_pushes_the_version_it_exported(hub, tmp_path):
     model = adapted_model(word_tokenizer())
     model.delete_adapter("ref")
@@ -183,6 +194,22 @@ def test_the_trainer_pushes_the_version_it_exported(hub, tmp_path):
     assert trainer.exported == tmp_path / "run" / "adapters" / "mine" / "v0002"
     with pytest.raises(ValueError, match="dataset_name: under a workflow the model card is written by export_adapter"):
         trainer.push_to_hub(dataset_name="some/data")
+
+
+def test_without_a_workflow_transformers_pushes_the_output_folder(hub, tmp_path):
+    options = {"max_completion_length": 6, "per_device_train_batch_size": 8, "use_cpu": True, "bf16": False}
+    trainer = TurnGRPOTrainer(
+        tiny_model(len(word_tokenizer())),
+        len_reward,
+        GRPOConfig(str(tmp_path / "plain"), hub_model_id="owner/plain", **options, report_to=[]),
+        Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=word_tokenizer(),
+    )
+    commit = trainer.push_to_hub("By TRL", True, None, None, True, dataset_name="some/data")
+    _, files = hub.files("owner/plain", commit.oid)
+    assert hub.private == {"owner/plain": True} and hub.refs["owner/plain"] == {"main": commit.oid}
+    assert "model.safetensors" in files and "manifest.json" not in files
+    assert ModelCard(files["README.md"].decode()).data.datasets == "some/data"
 
 
 def test_pushing_at_every_checkpoint_is_refused(tmp_path):

@@ -7,8 +7,15 @@ from turngrpo.trainer.model_card import PAPER, model_card
 
 CORPUS = {"name": "tiny corpus", "digest": "ab12", "label_source": "model", "kappa": 0.71, "kappa_items": 200,
           "rows": 12, "projects": 3, "license": "CC-BY-4.0"}  # fmt: skip
-FACTS = {"name": "reader", "version": "v0002", "base_model": "owner/tiny", "base_revision": "0a1b", "update": 30,
-         "corpus": CORPUS, "config": {"trainer": {"alpha": 0.9, "beta": 0.001}, "script": {"workflow": "gated"}}}  # fmt: skip
+FACTS = {
+    "name": "reader",
+    "version": "v0002",
+    "base_model": "owner/tiny",
+    "base_revision": "0a1b",
+    "update": 30,
+    "corpus": CORPUS,
+    "config": {"trainer": {"alpha": 0.9, "beta": 0.001}, "script": {"workflow": "gated"}},
+}
 LORA = {"peft_type": "LORA", "r": 16, "rank_pattern": {"q_proj": 24}}
 
 

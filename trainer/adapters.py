@@ -53,7 +53,7 @@ def export_adapter(
     manifest; `update` says after how many updates. Raises ValueError for a model without a trained PEFT adapter and
     for a folder whose name cannot be an adapter's.
     """
-    if not is_peft_model(model) or TRAINED not in model.peft_config:
+    if not has_trained_adapter(model):
         raise ValueError(
             f"{type(model).__name__} has no PEFT adapter named {TRAINED!r}: train with --use_peft, or save the whole "
             "model with save_pretrained, which servers take as it is"
@@ -126,6 +126,11 @@ def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
             "AutoTokenizer.from_pretrained(BASE_MODEL).save_pretrained(CHECKPOINT)"
         )
     return found
+
+
+def has_trained_adapter(model: Any) -> bool:
+    """Whether a model has the adapter that an export takes."""
+    return is_peft_model(model) and TRAINED in model.peft_config
 
 
 def run_facts(

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import is_peft_model
 from huggingface_hub import HfApi, constants
 
-from .adapters import RUN_FILE, evaluation_at, export_adapter, run_facts
+from .adapters import RUN_FILE, evaluation_at, export_adapter, has_trained_adapter, run_facts
 from .hub import hub_errors, push_version
 
 
@@ -42,7 +41,7 @@ class Exporting:
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as transformers does, and beside an adapter what its export will say of the run."""
         super().save_model(output_dir, _internal_call)  # type: ignore[misc]
-        if self.workflow is not None and self.args.should_save and is_peft_model(self.model):
+        if self.workflow is not None and self.args.should_save and has_trained_adapter(self.model):
             path = Path(self._place(output_dir) or self.args.output_dir) / RUN_FILE
             path.write_text(
                 json.dumps(run_facts(self.model, **self._facts()), indent=2, default=str) + "\n", encoding="utf-8"
@@ -63,7 +62,6 @@ class Exporting:
         output = Path(self.args.output_dir).resolve()
         name = name or (self.exported.parent.name if self.exported else output.name)
         with self.whole_weights():
-            self._is_exported = True
             if self.is_world_process_zero():
                 self.exported = export_adapter(
                     self.model,
@@ -73,6 +71,7 @@ class Exporting:
                     after=after or evaluation_at(self.state.log_history, self.state.global_step),
                     **self._facts(),
                 )
+        self._is_exported = True
         return self.exported
 
     def push_to_hub(
