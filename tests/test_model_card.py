@@ -51,6 +51,10 @@ def test_the_card_says_where_the_adapter_comes_from_and_what_it_reached():
         assert part in text, part
     bare = model_card({"name": "a", "version": "v0001", "base_model": "b", "base_revision": None}, None, None, LORA)
     assert "Not stated." in bare and "Not measured." in bare
+    assert "A LoRA adapter for a gated memory agent" in text and "An adapter for" in card(
+        adapter={"peft_type": "LOHA"}
+    )
+    assert "A LoRA adapter for the workflow AnswerTwice.\n" in card(config={"workflow": "AnswerTwice"})
     computed = card(corpus=CORPUS | {"label_source": "computed", "kappa": None})
     assert "- Labels: computed (computed, no agreement to measure)" in computed
 

@@ -120,5 +120,6 @@ class Exporting:
         return told is None or told
 
     def _facts(self) -> dict[str, Any]:
-        config = {"trainer": self.args.to_dict(), **self.provenance.get("config", {})}
+        config = {"workflow": type(self.workflow).__name__, "trainer": self.args.to_dict()}
+        config |= self.provenance.get("config", {})
         return {"corpus": self.provenance.get("corpus"), "config": config, "update": self.state.global_step}

@@ -34,8 +34,7 @@ CARD = """\
 
 # {name}
 
-{what} for a gated memory agent: it reads a long document chunk by chunk, decides at every chunk whether to write
-it into memory (update gate) and whether to stop reading (exit gate), and answers from memory alone.
+{what}
 
 - Method: TurnGRPO / GRU-Mem
 - Paper: {paper}, [arXiv:{arxiv}](https://arxiv.org/abs/{arxiv})
@@ -60,6 +59,9 @@ All of it, and the SHA-256 of every file, is in `manifest.json`.
 
 {use}
 """
+GATED = """\
+a gated memory agent: it reads a long document chunk by chunk, decides at every chunk whether to write it into memory
+(update gate) and whether to stop reading (exit gate), and answers from memory alone."""
 USE_ADAPTER = """\
 With the full path of this folder in `ADAPTER`, PEFT:
 
@@ -110,17 +112,20 @@ def model_card(
     """
     base, revision = str(facts["base_model"]), facts["base_revision"]
     on_hub = bool(REPOSITORY_NAME.fullmatch(base)) and not Path(base).exists()
+    lora = adapter is not None and adapter.get("peft_type") == "LORA"
+    kind = "Weights" if adapter is None else "A LoRA adapter" if lora else "An adapter"
+    workflow = (facts.get("config") or {}).get("workflow", "GatedMemory")
     metadata = ModelCardData(
         library_name="transformers" if adapter is None else "peft",
         pipeline_tag="text-generation",
         base_model=base if on_hub else None,
         base_model_relation=("finetune" if adapter is None else "adapter") if on_hub else None,
-        tags=[*(() if adapter is None else ("lora",)), "trl", "grpo", "turngrpo", f"arxiv:{PAPER['id']}"],
+        tags=[*(["lora"] if lora else []), "trl", "grpo", "turngrpo", f"arxiv:{PAPER['id']}"],
     )
     return CARD.format(
         metadata=metadata.to_yaml(),
         name=escape(facts["name"]),
-        what="Weights" if adapter is None else "A LoRA adapter",
+        what=f"{kind} for {GATED if workflow == 'GatedMemory' else f'the workflow {escape(workflow)}.'}",
         paper=PAPER["title"],
         arxiv=PAPER["id"],
         base=escape(base) + (f", revision {escape(revision)}" if revision else ""),
@@ -164,7 +169,8 @@ def _results(before: Mapping[str, float | None], after: Mapping[str, float | Non
 
 
 def _config(config: Mapping[str, Any] | None) -> str:
-    values = {**(config or {}).get("trainer", {}), **(config or {}).get("script", {})}
+    config = config or {}
+    values = {"workflow": config.get("workflow"), **config.get("trainer", {}), **config.get("script", {})}
     rows = [(name, escape(values[name])) for name in CONFIG_FIELDS if values.get(name) is not None]
     return _table(("option", "value"), [(escape(name), value) for name, value in rows]) if rows else "Not stated."
 
