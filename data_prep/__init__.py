@@ -3,7 +3,7 @@
 from . import stock_arithmetic
 from .chunking import chunk_document
 from .code_corpus import build_code_corpus
-from .corpus import CorpusError, corpus_digest, load_corpus, read_manifest, write_corpus
+from .corpus import CorpusError, corpus_digest, corpus_facts, load_corpus, read_manifest, write_corpus
 from .gold import gold_turns
 from .memagent import convert_memagent
 from .needle import build_needle_corpus
@@ -16,6 +16,7 @@ __all__ = [
     "chunk_document",
     "convert_memagent",
     "corpus_digest",
+    "corpus_facts",
     "gold_turns",
     "load_corpus",
     "read_manifest",

@@ -14,7 +14,7 @@ from .chunking import check_cutting, chunk_document
 from .corpus_format import CorpusCheck, CorpusError, numbered_lines
 from .splits import DEFAULT_VALIDATION_FRACTION, check_fraction, split_by_project
 
-__all__ = ["CorpusError", "corpus_digest", "load_corpus", "read_manifest", "write_corpus"]
+__all__ = ["CorpusError", "corpus_digest", "corpus_facts", "load_corpus", "read_manifest", "write_corpus"]
 
 LOW_KAPPA = 0.6
 FEW_KAPPA_ITEMS = 50
@@ -72,6 +72,14 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
         check.feed(1, lines.readline())
     check.raise_if_faulty()
     return check.manifest
+
+
+def corpus_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What an export says of a sound corpus file: its manifest, SHA-256, and numbers of rows and projects."""
+    with open(path, "rb") as lines:
+        projects = [json.loads(line)["project"] for number, line in numbered_lines(lines) if number > 1]
+    counts = {"rows": len(projects), "projects": len(set(projects))}
+    return read_manifest(path) | {"digest": corpus_digest(path)} | counts
 
 
 def corpus_digest(path: str | os.PathLike[str]) -> str:

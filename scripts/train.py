@@ -44,11 +44,12 @@ from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 
-from turngrpo.data_prep import corpus_digest, read_manifest
+from turngrpo.data_prep import corpus_facts
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
-from turngrpo.trainer.adapters import export_adapter
+from turngrpo.trainer.adapters import check_name
 from turngrpo.trainer.checks import check_rows
 from turngrpo.trainer.evaluation import TRIVIAL_GATES, Evaluation, ForcedGates, evaluate_policy
+from turngrpo.trainer.hub import check_push
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
@@ -128,6 +129,15 @@ def prepare(
         options.instruction = options.instruction or INSTRUCTION
     workflow = make_workflow(options.workflow, options.layout, options.instruction)
     config.check_workflow_options()
+    output = Path(config.output_dir or "").resolve()
+    if model_options.use_peft:
+        check_name(options.adapter_name or output.name)
+    if config.push_to_hub:
+        if not model_options.use_peft:
+            raise ValueError(
+                "--push_to_hub pushes the exported adapter: add --use_peft, or push model/ with `hf upload`"
+            )
+        check_push(config.hub_model_id or output.name, config.hub_token)
     seconds: dict[str, float] = {}
     if options.quickstart:
         started = time.perf_counter()
@@ -227,8 +237,8 @@ def trivial_policies(run: Run, trainer: Any) -> dict[str, Evaluation]:
     return {name: evaluate(run, trainer, name, ForcedGates(**gates, **given)) for name, gates in TRIVIAL_GATES.items()}
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Evaluate, train, evaluate, export; returns the summary. Process 0 writes."""
+def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
+    """Evaluate, train, evaluate, export; returns the summary and the trainer. Process 0 writes."""
     folder = Path(run.config.output_dir or "")
     folder.mkdir(parents=True, exist_ok=True)
     model = run.timed("loading", lambda: load_model(run.model_options))
@@ -243,6 +253,7 @@ def train(run: Run) -> dict[str, Any]:
         workflow=run.workflow,
         turn_reward_funcs=run.turn_rewards or None,
     )
+    trainer.provenance = provenance(run)
     log = RunLog(folder / "metrics.jsonl", run.console)
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
@@ -255,14 +266,12 @@ def train(run: Run) -> dict[str, Any]:
         policies["after"] = run.timed("evaluation after", lambda: evaluate(run, trainer, "after"))
         if run.options.workflow == "gated":
             policies |= run.timed("trivial policies", lambda: trivial_policies(run, trainer))
-    adapter = None
-    with trainer.whole_weights():
-        if trainer.is_world_process_zero():
-            write_curves(log.history, folder / "curves.png")
-            adapter = run.timed("export", lambda: export(run, trainer, policies, folder))
+    if trainer.is_world_process_zero():
+        write_curves(log.history, folder / "curves.png")
+    adapter = run.timed("export", lambda: export(run, trainer, policies, folder))
     if policies:
         run.console.print(policies_table(policies, f"{len(run.validation)} validation rows, 95% intervals"))
-    return {
+    summary = {
         "before": policies["before"].metrics if policies else None,
         "after": policies["after"].metrics if policies else None,
         "policies": {name: evaluation.summary() for name, evaluation in policies.items()},
@@ -270,23 +279,25 @@ def train(run: Run) -> dict[str, Any]:
         "processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
     }
+    return summary, trainer
 
 
-def export(run: Run, trainer: Any, policies: dict[str, Evaluation], folder: Path) -> Path | None:
+def provenance(run: Run) -> dict[str, Any]:
+    """Return what checkpoints and the exported adapter say of this run."""
+    corpus = None if run.options.corpus is None else corpus_facts(run.options.corpus)
+    return {"corpus": corpus, "config": {"script": asdict(run.options), "model": asdict(run.model_options)}}
+
+
+def export(run: Run, trainer: TurnGRPOTrainer, policies: dict[str, Evaluation], folder: Path) -> Path | None:
     """Export the adapter; a fully trained model is saved under model/ instead."""
-    if get_peft_config(run.model_options) is None:
-        trainer.model.save_pretrained(folder / "model")
-        run.tokenizer.save_pretrained(folder / "model")
-        return None
-    corpus = None
-    if run.options.corpus is not None:
-        corpus = read_manifest(run.options.corpus) | {"digest": corpus_digest(run.options.corpus)}
-    config = {"script": asdict(run.options), "model": asdict(run.model_options), "trainer": run.config.to_dict()}
-    metrics = {name: policies[name].metrics if policies else None for name in ("before", "after")}
-    name = run.options.adapter_name or folder.resolve().name
-    return export_adapter(
-        trainer.model, run.tokenizer, folder / "adapters" / name, corpus=corpus, config=config, **metrics
-    )
+    if run.model_options.use_peft:
+        before, after = (policies[name].metrics if policies else None for name in ("before", "after"))
+        return trainer.export_adapter(run.options.adapter_name, before, after)
+    with trainer.whole_weights():
+        if trainer.is_world_process_zero():
+            trainer.model.save_pretrained(folder / "model")
+            run.tokenizer.save_pretrained(folder / "model")
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -308,13 +319,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_output(config)
         config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
         run = prepare(options, config, model_options, console, Path(config.output_dir or "") / "start")
-    summary = train(run)
+    summary, trainer = train(run)
     run.seconds["total"] = time.perf_counter() - started
     summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
     path = Path(run.config.output_dir or "") / "summary.json"
     if config.process_index == 0:
         write_json(path, finite(summary))
     console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
+    if config.push_to_hub:
+        with setting_up():
+            trainer.push_to_hub()
     return 0
 
 

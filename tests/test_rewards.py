@@ -3,9 +3,13 @@
 import doctest
 import math
 import os
+import shutil
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import serving
 import torch
 from alpha_fixture import ARMS, Outcome, first_advantages, flipped_update_reward
 
@@ -225,3 +229,37 @@ def test_a8_validation_split_by_project(tmp_path):
     more_train, more_validation = sides("after", [f"p{n:02}" for n in reversed(range(30))], 3)
     assert not more_train & more_validation
     assert train <= more_train and validation <= more_validation
+
+
+@pytest.fixture(scope="module")
+def trained_adapter(tmp_path_factory):
+    return serving.trained_adapter(tmp_path_factory.mktemp("trained"))
+
+
+def test_a9_adapter_loads(trained_adapter, tmp_path):
+    base, version = trained_adapter
+    _, base_text = serving.greedy(base)
+    _, text = serving.greedy(base, version)
+    assert text.strip() != base_text.strip()
+    with serving.served(version, "transformers serve", tmp_path, Path(sys.executable).parent) as address:
+        status, choice = serving.complete(address, "mounted")
+    assert status == 200
+    assert choice["message"]["content"].strip() == text.strip()
+
+
+def test_a9_adapter_loads_in_vllm(trained_adapter, tmp_path):
+    """TURNGRPO_VLLM, or a vllm on the PATH, is the server's executable; checked with vllm 0.32.0 on a CPU."""
+    executable = os.environ.get("TURNGRPO_VLLM") or shutil.which("vllm")
+    if executable is None:
+        pytest.skip("no vllm here: name its executable in TURNGRPO_VLLM")
+    base, version = trained_adapter
+    options = "--dtype float32 --max-model-len 256 --max-num-seqs 2"
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    with serving.served(
+        version, "vllm serve", tmp_path, Path(executable).parent, options, environment, seconds=300
+    ) as address:
+        status, choice = serving.complete(address, serving.NAME, return_token_ids=True)
+        base_status, base_choice = serving.complete(address, str(base), return_token_ids=True)
+    assert (status, base_status) == (200, 200)
+    assert choice["token_ids"] == serving.greedy(base, version)[0]
+    assert base_choice["token_ids"] == serving.greedy(base)[0] != choice["token_ids"]

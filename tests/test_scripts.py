@@ -128,6 +128,10 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
         (["--top_p", "0.9"], "top_p"),
         (["--workflow", "single_turn"], "gated and memagent"),
         (["--dataset_name", "some/data"], "--corpus and no --dataset_name"),
+        (["--use_peft", "--adapter_name", "a/b"], "the adapter's name is 'a/b'"),
+        (["--push_to_hub"], "hub_strategy='end'"),
+        (["--push_to_hub", "--hub_strategy", "end"], "pushes the exported adapter: add --use_peft"),
+        (["--use_peft", "--push_to_hub", "--hub_strategy", "end", "--hub_model_id", "a/b/c"], "Repo id must be"),
     ],
 )
 def test_train_names_what_is_wrong_before_it_starts(tiny, tmp_path, changes, message):

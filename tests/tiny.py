@@ -1,6 +1,7 @@
 """Tiny real models and tokenizers that tests train in seconds."""
 
 import torch
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
@@ -82,3 +83,28 @@ def sharpen(model):
             if parameter.dim() > 1:
                 parameter.mul_(3)
     return model
+
+
+def adapted_model(tokenizer: PreTrainedTokenizerFast, base=None, **lora):
+    """Return a LoRA model with TRL's frozen copy "ref" beside the trained adapter, which changes its base."""
+    if base is None:
+        base = tiny_model(len(tokenizer))
+        base.name_or_path = base.config._name_or_path = "owner/tiny"
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    model = get_peft_model(base, LoraConfig(**(options | lora)))
+    model.add_adapter("ref", LoraConfig(**options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B.default" in name:
+                parameter.fill_(0.5)
+            if "lora_B.ref" in name:
+                parameter.fill_(-7.0)
+    return model
+
+
+def save_base(folder):
+    """Write a base model, sharp enough for an adapter to change it visibly, with its tokenizer; returns the folder."""
+    tokenizer = word_tokenizer()
+    sharpen(tiny_model(len(tokenizer), tie_word_embeddings=False)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -1,55 +1,39 @@
-"""Export of a trained adapter: a numbered version folder with weights, tokenizer, model card and manifest."""
+"""Export of a trained adapter: numbered version folders with weights, tokenizer, card and manifest, and `latest`.
 
+    adapters/<name>/v0001/          a version: complete or absent, never written again
+    adapters/<name>/v0001-merged/   on request: base and adapter in one, for servers without LoRA
+    adapters/<name>/latest          relative symlink to the newest version; replaced by a rename, as the last step
+
+One export at a time holds the lock on `.lock`. The kernel releases it when its process dies, however it dies, so that
+whoever holds it may remove the `.partial` folder that a killed export left.
+"""
+
+import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from huggingface_hub import ModelCardData
+from peft import PeftModel
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_utils import get_last_checkpoint
 
-FORMAT = "turngrpo-adapter/1"
+from .model_card import model_card
+
+FORMAT, MERGED_FORMAT = "turngrpo-adapter/1", "turngrpo-merged/1"
+MANIFEST, RUN_FILE = "manifest.json", "turngrpo_run.json"
+WEIGHTS, CONFIG, TOKENIZER = "adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"
 TRAINED = "default"  # PEFT's name of the trained adapter; TRL's frozen copy of a warm start is "ref"
-REPOSITORY_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-CARD = """\
----
-{metadata}
----
-
-# {name}
-
-A LoRA adapter for a gated memory agent: it reads a long document chunk by chunk, decides at every chunk whether to
-write it into memory (update gate) and whether to stop reading (exit gate), and answers from memory alone.
-
-- Method: TurnGRPO / GRU-Mem
-- Paper: When to Memorize and When to Stop: Gated Recurrent Memory for Long-Context Reasoning (Sheng, Zhang, Ma, Shi,
-  Huang, Wang, Zhang, Shen, Chua), [arXiv:2602.10560](https://arxiv.org/abs/2602.10560)
-- Base model: {base_model}{revision}
-- Version: {version}
-
-## Corpus
-
-{corpus}
-
-## Results on validation projects
-
-{results}
-
-## Use
-
-```python
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
-tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-```
-"""
+NAME = re.compile(r"\w[\w .+-]*")
 
 
 def export_adapter(
@@ -60,72 +44,173 @@ def export_adapter(
     before: Mapping[str, float] | None = None,
     after: Mapping[str, float] | None = None,
     config: Mapping[str, Any] | None = None,
+    update: int | None = None,
 ) -> Path:
-    """Write the trained adapter as the next version `folder`/v0001, v0002, ... and return that folder.
+    """Write the trained adapter as the next version `folder`/v0001, v0002, ..., move `latest`, return the version.
 
     Everything is written beside it and renamed at the end, so that a version is whole or absent, and none is ever
-    replaced. `corpus` has name, digest, label_source, kappa; `before` and `after` are metrics by name; `config` is
-    kept in the manifest. Raises ValueError for a model without a trained PEFT adapter.
+    replaced. `corpus` is data_prep.corpus_facts; `before` and `after` are metrics by name; `config` is kept in the
+    manifest; `update` says after how many updates. Raises ValueError for a model without a trained PEFT adapter and
+    for a folder whose name cannot be an adapter's.
     """
-    if not is_peft_model(model) or TRAINED not in model.peft_config:
-        raise ValueError(f"{type(model).__name__} has no PEFT adapter named {TRAINED!r}: train with --use_peft")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f".partial.{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
+    if not has_trained_adapter(model):
+        raise ValueError(
+            f"{type(model).__name__} has no PEFT adapter named {TRAINED!r}: train with --use_peft, or save the whole "
+            "model with save_pretrained, which servers take as it is"
+        )
+
+    def write(partial: Path) -> None:
         model.save_pretrained(
             str(partial), selected_adapters=[TRAINED], safe_serialization=True, save_embedding_layers=False
         )
         tokenizer.save_pretrained(str(partial))
-        return _publish(partial, folder, model.peft_config[TRAINED], corpus, before, after, config)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+    facts = run_facts(model, corpus, config, update)
+    return _export(Path(folder), write, facts, before, after)
 
 
-def _publish(
-    partial: Path,
-    folder: Path,
-    adapter: Any,
-    corpus: Mapping[str, Any] | None,
-    before: Mapping[str, float] | None,
-    after: Mapping[str, float] | None,
-    config: Mapping[str, Any] | None,
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    corpus: Mapping[str, Any] | None = None,
+    before: Mapping[str, float] | None = None,
+    after: Mapping[str, float] | None = None,
 ) -> Path:
-    """Add card and manifest to the partial folder and rename it to the first free version."""
-    while True:
-        version = next_version(folder)
-        facts = {
-            "name": folder.name,
-            "version": version,
-            "base_model": adapter.base_model_name_or_path,
-            "base_revision": adapter.revision,
-        }
-        card = model_card(facts, corpus, before or {}, after or {})
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        manifest = {
-            "format": FORMAT,
-            **facts,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "corpus": corpus,
-            "config": config,
-            "metrics": {"before": before, "after": after},
-            "files": {
-                path.relative_to(partial).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-                for path in sorted(partial.rglob("*"))
-                if path.is_file() and path.name != "manifest.json"
-            },
-        }
-        text = json.dumps(manifest, indent=2, ensure_ascii=False, default=str)
-        (partial / "manifest.json").write_text(text + "\n", encoding="utf-8")
-        try:
-            os.rename(partial, folder / version)  # fails where another process made this version meanwhile
-        except OSError:
-            if not (folder / version).exists():
-                raise
-            continue
-        return folder / version
+    """Export the adapter of a checkpoint folder as `export_adapter` does, without loading a model.
+
+    Base model, config and corpus are those that the trainer wrote into the checkpoint; `corpus` replaces the latter.
+    Without `after` the metrics are those of the evaluation at this update, if there was one. Raises ValueError for a
+    folder without a readable adapter or without its tokenizer.
+    """
+    checkpoint = find_checkpoint(checkpoint)
+    facts = read_json(checkpoint / RUN_FILE) if (checkpoint / RUN_FILE).is_file() else {}
+    if corpus is not None:
+        facts["corpus"] = corpus
+    if (checkpoint / "trainer_state.json").is_file():
+        state = read_json(checkpoint / "trainer_state.json")
+        facts["update"] = state["global_step"]
+        after = after or evaluation_at(state["log_history"], state["global_step"])
+
+    def write(partial: Path) -> None:
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(checkpoint / name, partial / name)
+        AutoTokenizer.from_pretrained(checkpoint).save_pretrained(partial)
+
+    return _export(Path(folder), write, facts, before, after)
+
+
+def find_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """Return the folder that holds the adapter: the given one, or its newest checkpoint-N.
+
+    Raises ValueError saying what was found where the adapter, its tokenizer or a readable weight file is missing.
+    """
+    given = Path(folder)
+    if not given.is_dir():
+        raise ValueError(f"{given} is no folder: expected a checkpoint-N, or the output_dir of a run")
+    found = given if (given / CONFIG).is_file() else Path(get_last_checkpoint(str(given)) or given)
+    if not (found / CONFIG).is_file():
+        if any(found.glob("*.safetensors")):
+            raise ValueError(
+                f"{found} holds a whole model, no adapter: servers take it as it is (vllm serve {found}), `hf upload` "
+                "pushes it; for an adapter train with --use_peft"
+            )
+        raise ValueError(f"{found} holds no {CONFIG}: expected a checkpoint-N of a run with --use_peft, or its folder")
+    try:
+        with safe_open(found / WEIGHTS, framework="pt") as weights:
+            weights.keys()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{found / WEIGHTS} cannot be read ({error}): the checkpoint is incomplete") from error
+    if not (found / TOKENIZER).is_file():
+        raise ValueError(
+            f"{found} holds no tokenizer ({TOKENIZER}): save the one it was trained with there, with "
+            "AutoTokenizer.from_pretrained(BASE_MODEL).save_pretrained(CHECKPOINT)"
+        )
+    return found
+
+
+def has_trained_adapter(model: Any) -> bool:
+    """Whether a model has the adapter that an export takes."""
+    return is_peft_model(model) and TRAINED in model.peft_config
+
+
+def run_facts(
+    model: Any, corpus: Mapping[str, Any] | None, config: Mapping[str, Any] | None, update: int | None
+) -> dict[str, Any]:
+    """Return what an export says of a run: the base model (a local one by its full path), corpus, config, update."""
+    adapter = model.peft_config[TRAINED]
+    base = str(adapter.base_model_name_or_path)
+    return {
+        "base_model": str(Path(base).resolve()) if Path(base).exists() else base,
+        "base_revision": adapter.revision or getattr(model.config, "_commit_hash", None),
+        "update": update,
+        "corpus": corpus,
+        "config": config,
+    }
+
+
+def evaluation_at(log_history: list[dict[str, Any]], update: int) -> dict[str, float] | None:
+    """Return the metrics of the evaluation after `update` updates by their plain names, None without one."""
+    found: dict[str, float] = {}
+    for log in log_history:
+        if log.get("step") == update:
+            found |= {name.removeprefix("eval_"): log[name] for name in log if name.startswith("eval_")}
+    return found or None
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for a name of an adapter that is no plain folder name."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"the adapter's name is {name!r}: expected letters, digits, '_', '-', '.', '+' and spaces")
+
+
+def merge_version(version: str | os.PathLike[str]) -> Path:
+    """Write base and adapter merged as whole weights beside a version, as `<version>-merged`, and return that folder.
+
+    The base is loaded in the precision it is stored in. Raises ValueError for a version that is not as its manifest
+    says or was merged before.
+    """
+    version = Path(version).resolve()
+    manifest = read_version(version, FORMAT)
+    final = version.with_name(f"{version.name}-merged")
+    with _locked(version.parent) as partial:
+        if final.exists():
+            raise ValueError(f"{final} is there already: a version is never written again")
+        base = _load_base(manifest["base_model"], manifest["base_revision"])
+        merged: Any = PeftModel.from_pretrained(base, str(version))
+        merged.merge_and_unload(safe_merge=True).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(version).save_pretrained(partial)
+        card = model_card(manifest, manifest["metrics"]["before"], manifest["metrics"]["after"], adapter=None)
+        return _publish(partial, final, {**manifest, "format": MERGED_FORMAT}, card)
+
+
+def _load_base(name: str, revision: str | None) -> Any:
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, revision=revision or "main", dtype="auto")
+    except OSError as error:
+        raise ValueError(f"the base model {name} cannot be loaded: merge where it can. {error}") from error
+
+
+def read_version(version: str | os.PathLike[str], *formats: str) -> dict[str, Any]:
+    """Return the manifest of an exported folder after checking every file against it.
+
+    Raises ValueError for a manifest that is missing, broken or of another format, and for files that are missing,
+    changed or not listed.
+    """
+    version, expected = Path(version), formats or (FORMAT, MERGED_FORMAT)
+    if not (version / MANIFEST).is_file():
+        raise ValueError(f"{version} holds no {MANIFEST}: expected an exported version as in adapters/<name>/v0001")
+    manifest = read_json(version / MANIFEST)
+    if manifest.get("format") not in expected or not isinstance(manifest.get("files"), dict):
+        raise ValueError(
+            f"{version / MANIFEST} has format {manifest.get('format')!r}: expected {' or '.join(expected)}"
+        )
+    found, listed = _digests(version), manifest["files"]
+    faults = [f"{name} is missing" for name in listed if name not in found]
+    faults += [f"{name} is not in the manifest" for name in found if name not in listed]
+    faults += [f"{name} has another SHA-256" for name in found if name in listed and found[name] != listed[name]]
+    if faults:
+        raise ValueError(f"{version} is not as it was exported: {'; '.join(sorted(faults))}. Export it again")
+    return manifest
 
 
 def next_version(folder: Path) -> str:
@@ -134,43 +219,98 @@ def next_version(folder: Path) -> str:
     return f"v{max(found, default=0) + 1:04d}"
 
 
-def model_card(
+def _export(
+    folder: Path,
+    write: Callable[[Path], None],
     facts: Mapping[str, Any],
-    corpus: Mapping[str, Any] | None,
-    before: Mapping[str, float],
-    after: Mapping[str, float],
-) -> str:
-    """Return the README of a version: Hub metadata, method, base model, corpus, and metrics before and after."""
-    base = str(facts["base_model"])
-    on_hub = REPOSITORY_NAME.fullmatch(base) and not Path(base).exists()
-    metadata = ModelCardData(
-        library_name="peft",
-        pipeline_tag="text-generation",
-        base_model=base if on_hub else None,
-        tags=["lora", "trl", "grpo", "turngrpo", "arxiv:2602.10560"],
-    )
-    corpus_lines = ["Not stated."]
-    if corpus is not None:
-        kappa = corpus.get("kappa")
-        agreement = "computed, no agreement to measure" if kappa is None else f"kappa {kappa}"
-        corpus_lines = [
-            f"- Name: {corpus.get('name')}",
-            f"- SHA-256: `{corpus.get('digest')}`",
-            f"- Labels: {corpus.get('label_source')} ({agreement})",
-        ]
-    names = [name for name in after if not name.startswith(("time/", "tokens/", "completions/"))]
-    lines = ["| metric | before | after |", "|---|---|---|"]
-    lines += [f"| {n} | {_number(before.get(n))} | {_number(after[n])} |" for n in sorted(names)]
-    return CARD.format(
-        metadata=metadata.to_yaml(),
-        name=facts["name"],
-        base_model=f"`{base}`",
-        revision=f", revision `{facts['base_revision']}`" if facts["base_revision"] else "",
-        version=facts["version"],
-        corpus="\n".join(corpus_lines),
-        results="\n".join(lines) if names else "Not measured.",
-    )
+    before: Mapping[str, float] | None,
+    after: Mapping[str, float] | None,
+) -> Path:
+    """Let `write` put weights and tokenizer into a new version of `folder`, add card and manifest, move `latest`."""
+    check_name(folder.resolve().name)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder) as partial:
+        write(partial)
+        (partial / "README.md").unlink(missing_ok=True)  # PEFT's draft of a card
+        adapter = read_json(partial / CONFIG)
+        version = next_version(folder)
+        manifest = {
+            "format": FORMAT,
+            "name": folder.resolve().name,
+            "version": version,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "base_model": facts.get("base_model") or adapter["base_model_name_or_path"],
+            "base_revision": facts.get("base_revision") or adapter["revision"],
+            "update": facts.get("update"),
+            "corpus": facts.get("corpus"),
+            "config": facts.get("config"),
+            "metrics": {"before": _finite(before), "after": _finite(after)},
+        }
+        card = model_card(manifest, _finite(before), _finite(after), adapter)
+        final = _publish(partial, folder / version, manifest, card)
+        link = folder / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(version)
+        os.replace(link, folder / "latest")
+        _sync(folder)
+        return final
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+@contextmanager
+def _locked(folder: Path) -> Iterator[Path]:
+    """Hold the lock of an adapter's folder; yields an empty folder in it, removed at the end if it is still there."""
+    with open(folder / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        partial = folder / ".partial"
+        shutil.rmtree(partial, ignore_errors=True)  # a killed export's: a living one would hold the lock
+        partial.mkdir()
+        try:
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, final: Path, manifest: Mapping[str, Any], card: str) -> Path:
+    """Add card and manifest, put everything on disk, and rename the folder to its final name."""
+    (partial / "README.md").write_text(card, encoding="utf-8")
+    text = json.dumps({**manifest, "files": _digests(partial)}, indent=2, ensure_ascii=False, default=str)
+    (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
+    os.rename(partial, final)
+    _sync(final.parent)
+    return final
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of every file below a folder but the manifest, by relative path."""
+    digests = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        if path != folder / MANIFEST:
+            with open(path, "rb") as file:
+                digests[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
+
+
+def _finite(metrics: Mapping[str, float] | None) -> dict[str, float | None] | None:
+    """Return metrics as JSON knows them: None where a number is not finite."""
+    return None if metrics is None else {n: v if math.isfinite(v) else None for n, v in metrics.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; ValueError for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable JSON ({error}): expected the file as it was written") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}: expected an object")
+    return content

@@ -181,6 +181,11 @@ class TurnGRPOConfig(GRPOConfig):
                 f"{self.num_generations}: an optimizer step would split a group (per_device_train_batch_size counts "
                 "trajectories)"
             )
+        if self.push_to_hub and self.hub_strategy != "end":
+            faults.append(
+                "push_to_hub: under a workflow the exported version is pushed at the end, never output_dir with its "
+                "rollouts at every checkpoint; set hub_strategy='end'"
+            )
         if faults:
             raise ValueError("\n".join(faults))
 

@@ -16,8 +16,10 @@ from .batching import TurnBatch
 from .callbacks import OptimizerTimer, rollout_progress
 from .checks import check_arguments, check_model, check_rows
 from .engines import TransformersEngine
+from .exporting import Exporting
 from .iteration import ScoredRollout, TrainingSlice, call_turn_rewards, objective_weights, score_rollout
 from .losses import clipped_surrogate, k3_kl
+from .model_card import PAPER
 from .policy import Policy, zero_dropout
 from .processes import (
     engine_backward,
@@ -36,22 +38,10 @@ from .workflows import Workflow
 
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
 
-PAPER = {
-    "title": "When to Memorize and When to Stop: Gated Recurrent Memory for Long-Context Reasoning",
-    "id": "2602.10560",
-    "citation": """@article{sheng2026grumem,
-    title  = {When to Memorize and When to Stop: Gated Recurrent Memory for Long-Context Reasoning},
-    author = {Leheng Sheng and Yongtao Zhang and Wenchang Ma and Yaorui Shi and Ting Huang and Xiang Wang and An Zhang
-              and Ke Shen and Tat-Seng Chua},
-    year   = 2026,
-    eprint = {arXiv:2602.10560},
-}""",
-}
-
 TurnRewardFunc = Callable[..., list[list[float | None]]]
 
 
-class TurnGRPOTrainer(Recording, Resumable, GRPOTrainer):
+class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     """GRPO on trajectories of turns (GRU-Mem, arXiv 2602.10560); without a workflow it is trl.GRPOTrainer as it is.
 
     `workflow` drives the turns of a trajectory and `turn_reward_funcs` reward single turns; both are keyword-only, all
