@@ -1,12 +1,9 @@
 """A small OpenAI-compatible server that computes with a real model, in the ways of vLLM that the clients depend on.
 
-    python tests/openai_server.py MODEL_DIR [--port 0] [--die_after 5]
-
-It prints its URL. Prompts are token ids, text or messages; adapters are loaded and unloaded while it runs; error
+Prompts are token ids, text or messages; adapters are loaded and unloaded while it runs; error
 bodies and statuses are those of vLLM 0.32, or with `token_ids=False` those of `transformers serve`.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -252,15 +249,3 @@ def serving(folder, **options):
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--die_after", type=int)
-    arguments = parser.parse_args()
-    started = ModelServer(arguments.folder, arguments.port, die_after=arguments.die_after)
-    print(started.url, flush=True)
-    started.serve_forever()

@@ -102,7 +102,7 @@ def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_
         warnings.warn(f"no turn_reward_funcs: every advantage is alpha={config.alpha} of TRL's", stacklevel=5)
 
 
-def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any) -> None:
+def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any = None) -> None:
     """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
 
     A stream, or a workflow without `max_prompt_tokens`, is checked turn by turn during the rollout instead.
@@ -110,7 +110,8 @@ def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, m
     bound = getattr(workflow, "max_prompt_tokens", None)
     if bound is None or dataset is None or not hasattr(dataset, "__len__"):
         return
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    shape = None if model is None else model.config.get_text_config()  # a server's model is not here
+    positions = getattr(shape, "max_position_embeddings", None)
     completion = config.max_completion_length or 0
     limit = config.max_prompt_length if positions is None else min(config.max_prompt_length, positions - completion)
     faults = []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .engines import TokenCounts
+from .engines import TokenCounts, check_prompts
 from .rollout import Completion, Request
 from .server import RefusedRequest, Server, Session, gather_all, run_async
 from .vllm_engine import FULL_SUPPORT, VllmEngine, request_seed
@@ -25,6 +25,7 @@ class ChatEngine:
     model: str
     tokenizer: Any
     max_new_tokens: int
+    prompt_limit: int
     temperature: float = 1.0
     top_p: float = 1.0
     counts: TokenCounts = field(default_factory=TokenCounts)
@@ -34,6 +35,7 @@ class ChatEngine:
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete every request, in order, or none; raises as VllmEngine does."""
+        check_prompts(requests, self.prompt_limit, f"with {self.max_new_tokens} new tokens they must fit the server")
         return run_async(self._generate(requests))
 
     async def _generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -77,10 +79,10 @@ def connect(server: Server, model: str, tokenizer: Any, config: Any, eos_ids: Se
             f"{server.base_url} takes {length} tokens and a completion may have {config.max_completion_length}: no "
             "room is left for a prompt; lower max_completion_length, or serve a longer context"
         )
-    prompt_limit = min(needed, length or needed) - config.max_completion_length
     sampling: dict[str, Any] = {
         "model": model,
         "max_new_tokens": config.max_completion_length,
+        "prompt_limit": min(needed, length or needed) - config.max_completion_length,
         "temperature": config.eval_temperature,
         "top_p": config.eval_top_p,
     }
@@ -90,7 +92,7 @@ def connect(server: Server, model: str, tokenizer: Any, config: Any, eos_ids: Se
         try:
             answer = server.ask("/v1/completions", trial | FULL_SUPPORT | {"return_token_ids": True})
             if answer["choices"][0].get("token_ids"):
-                return VllmEngine(servers=[server], eos_ids=eos_ids, prompt_limit=prompt_limit, **sampling)
+                return VllmEngine(servers=[server], eos_ids=eos_ids, **sampling)
             refusals.append("/v1/completions returns no token ids")
         except RefusedRequest as refusal:
             refusals.append(str(refusal))

@@ -185,9 +185,8 @@ class VllmEngine:
         except RefusedRequest as refusal:
             if refusal.status != 404 or self.adapter is None:
                 raise
-            await asyncio.to_thread(
-                self.adapter.load, session.server, self.model
-            )  # the server was started again and lost it
+            # The server was started again and has lost it.
+            await asyncio.to_thread(self.adapter.load, session.server, self.model)
             answer = await session.ask("/v1/completions", body)
         return self._read(answer, request, session.server)
 
