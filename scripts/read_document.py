@@ -43,6 +43,7 @@ from turngrpo.trainer.server import RefusedRequest, Server, ServerError
 from turngrpo.trainer.server_engines import VllmEngine, connect
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
+PATIENCE = 5.0  # seconds that a server which cannot be reached is waited for
 DEFAULTS: dict[str, Any] = {
     "layout": "chunk_first",
     "instruction": None,
@@ -185,7 +186,7 @@ class Reading:
             if not (getattr(options, name) or "").strip():
                 raise ValueError(f"--{name} is missing")
         text = read_text(options.document)
-        server = Server(options.base_url, patience=5.0, answer_timeout=options.answer_timeout)
+        server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
         served = Served.find(server, options.model)
         fill_in(options, DEFAULTS, options.adapter or served.adapter_folder)
         source = options.tokenizer or served.tokenizer

@@ -26,6 +26,15 @@ def check_without_workflow(args: Any, turn_reward_funcs: Any) -> None:
         raise ValueError("rollout_engine='vllm' needs a workflow; without one set TRL's use_vllm and vllm_mode")
 
 
+def check_rollout_engine(config: TurnGRPOConfig, adapted: bool) -> None:
+    """Refuse vLLM for a model that is trained whole."""
+    if config.rollout_engine == "vllm" and not adapted:
+        raise ValueError(
+            "rollout_engine='vllm' needs a PEFT adapter, found a model that is trained whole, whose weights a vLLM "
+            "server cannot be given: pass peft_config (--use_peft), or leave rollout_engine 'transformers'"
+        )
+
+
 def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
     """Refuse, before a model is loaded, trainer arguments that a workflow does not honour; returns the config."""
     args, model = arguments.get("args"), arguments["model"]
@@ -39,11 +48,7 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
     args.check_workflow_options()
     adapted = arguments.get("peft_config") or (not isinstance(model, str) and is_peft_model(model))
-    if args.rollout_engine == "vllm" and not adapted:
-        raise ValueError(
-            "rollout_engine='vllm' needs a PEFT adapter, found a model that is trained whole, whose weights a vLLM "
-            "server cannot be given: pass peft_config (--use_peft), or leave rollout_engine 'transformers'"
-        )
+    check_rollout_engine(args, bool(adapted))
     if args.n_gpu > 1:
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs: launch a process for each (accelerate_configs/multi_gpu.yaml), or "
