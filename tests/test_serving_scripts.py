@@ -201,7 +201,10 @@ def adapter(model, tmp_path_factory):
 
 
 def test_evaluation_through_a_server_has_the_metrics_of_the_local_one(model, adapter, tmp_path):
-    manifest, rows = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
+    manifest, _ = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
+    chunks = [{"text": TEXT[: 20 * n], "evidence": n == 2} for n in (1, 2, 3)]
+    shared = {"question": "red?", "answers": ["7"], "chunks": chunks}
+    rows = [{"id": f"r{i}", "project": f"p{i % 2}", **shared} for i in range(4)]
     write_corpus(tmp_path / "corpus.jsonl", manifest, rows)
     read = ["--corpus", str(tmp_path / "corpus.jsonl"), "--instruction", "Read.", *LIMITS, "--eval_temperature", "0"]
     local = ["--model", str(model), "--adapter", str(adapter), "--output", str(tmp_path / "local.json")]
@@ -220,5 +223,6 @@ def test_evaluation_through_a_server_has_the_metrics_of_the_local_one(model, ada
         first, second = (report["policies"][name] for report in reports)
         assert first["metrics"] == second["metrics"] and first["intervals"] == second["intervals"]
     assert reports[0]["adapter_minus_base"] == reports[1]["adapter_minus_base"]
-    both = reports[1]["policies"]
-    assert both["base"]["metrics"] != both["adapter"]["metrics"]
+    base, adapted = (reports[1]["policies"][name]["metrics"] for name in ("base", "adapter"))
+    assert (base["answer/accuracy"], base["exit/early"], base["turns/mean"]) == (1.0, 1.0, 1.0)  # it ends at once
+    assert base != adapted
