@@ -23,10 +23,11 @@ from trl import ModelConfig
 from turngrpo import rewards
 from turngrpo.data_prep import load_corpus
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn, TurnGRPOConfig
-from turngrpo.trainer.server import Server
+from turngrpo.trainer.server import Server, ServerError
 from turngrpo.trainer.server_engines import served_models
 
 WORKFLOWS = ("gated", "memagent", "single_turn")
+PATIENCE = 5.0  # seconds that a script waits for a server which cannot be reached
 TURN_REWARDS = ("update_reward",)
 TRAJECTORY_REWARDS = tuple(n for n in rewards.__all__ if n not in (*TURN_REWARDS, "normalize_answer"))
 
@@ -170,10 +171,10 @@ def evaluation_config(**values: Any) -> TurnGRPOConfig:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Exit with main's status; a fault of the user's input (SetupError) is printed without a traceback, status 1."""
+    """Exit with main's status; a fault of the user's input or of a server is printed without a traceback, status 1."""
     try:
         sys.exit(main())
-    except SetupError as error:
+    except (SetupError, ServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 

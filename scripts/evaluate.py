@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    PATIENCE,
     TRAJECTORY_REWARDS,
     TURN_REWARDS,
     Served,
@@ -183,7 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     with setting_up():
         check_options(options)
-        server = Server(options.base_url, patience=5.0, connections=options.concurrency) if options.base_url else None
+        server = (
+            Server(options.base_url, patience=PATIENCE, connections=options.concurrency) if options.base_url else None
+        )
         served = Served.find(server, options.model) if server else None
         options.adapter = options.adapter or (served.adapter_folder if served else None)
         fill_in(options, DEFAULTS, options.adapter)

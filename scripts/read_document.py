@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    PATIENCE,
     Served,
     evaluation_config,
     fill_in,
@@ -43,7 +44,6 @@ from turngrpo.trainer.server import RefusedRequest, Server, ServerError
 from turngrpo.trainer.server_engines import VllmEngine, connect
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
-PATIENCE = 5.0  # seconds that a server which cannot be reached is waited for
 DEFAULTS: dict[str, Any] = {
     "layout": "chunk_first",
     "instruction": None,

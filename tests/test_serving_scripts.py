@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 import evaluate  # noqa: E402
 import quickstart  # noqa: E402
 import read_document  # noqa: E402
+import train  # noqa: E402
 from common import SetupError, evaluation_config  # noqa: E402
 
 TURN = "<check>yes</check><update>the code is 7</update><next>end</next>"
@@ -183,30 +184,64 @@ def test_servers_that_cannot_read(model, document, monkeypatch):
         read_document.main(arguments(server, document))
 
 
-# ---- evaluation ----
+# ---- training and evaluation ----
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Corpus file with a project to train on and one to validate on, two rows each."""
+    manifest, _ = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
+    chunks = [{"text": TEXT[: 20 * n], "evidence": n == 2} for n in (1, 2, 3)]
+    shared = {"question": "red?", "answers": ["7"], "chunks": chunks}
+    path = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    write_corpus(path, manifest, [{"id": f"r{i}", "project": f"p{i % 2}", **shared} for i in range(4)])
+    return path
+
+
+def test_training_and_its_evaluations_are_sampled_by_the_server(model, corpus, tmp_path, monkeypatch):
+    plain = ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--report_to", "none"]
+    group = [
+        "--per_device_train_batch_size",
+        "4",
+        "--num_generations",
+        "4",
+        "--loss_type",
+        "group",
+        "--max_steps",
+        "1",
+    ]
+    rest = ["--instruction", "Read.", *LIMITS, *plain, *group, "--reward_funcs", "answer_reward", "format_reward"]
+    given = ["--model_name_or_path", str(model), "--corpus", str(corpus), "--output_dir", str(tmp_path / "run"), *rest]
+    with serving(model) as server:
+        vllm = ["--rollout_engine", "vllm", "--vllm_base_url", server.url, "--vllm_server_timeout", "0.5"]
+        with pytest.raises(SetupError, match="rollout_engine='vllm' needs a PEFT adapter"):
+            train.main([*given, *vllm])
+        assert train.main([*given, *vllm, "--use_peft", "--seed", "3"]) == 0
+        asked = [body["model"] for body in server.asked if body["max_tokens"] == 16]
+    with pytest.raises(SetupError, match="cannot be reached or fails since 0.5 seconds"):
+        train.main([*given, *vllm, "--use_peft", "--dry_run"])
+    # The adapter before and after the update; 2 validation rows and 4 rows of training take 2 turns or more each.
+    assert len(set(asked)) == 2 and server.base not in asked and len(asked) >= 2 * (2 + 4 + 2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["before"]["answer/accuracy"] > 0.5
 
 
 @pytest.fixture(scope="module")
 def adapter(model, tmp_path_factory):
-    """Folder of an adapter that changes the model a little."""
+    """Folder of an adapter that makes the model forget its replies."""
     torch.manual_seed(0)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:
-            parameter.data.mul_(0.3)
+            parameter.data.mul_(3)
     folder = tmp_path_factory.mktemp("adapter")
     adapted.save_pretrained(folder)
     return folder
 
 
-def test_evaluation_through_a_server_has_the_metrics_of_the_local_one(model, adapter, tmp_path):
-    manifest, _ = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
-    chunks = [{"text": TEXT[: 20 * n], "evidence": n == 2} for n in (1, 2, 3)]
-    shared = {"question": "red?", "answers": ["7"], "chunks": chunks}
-    rows = [{"id": f"r{i}", "project": f"p{i % 2}", **shared} for i in range(4)]
-    write_corpus(tmp_path / "corpus.jsonl", manifest, rows)
-    read = ["--corpus", str(tmp_path / "corpus.jsonl"), "--instruction", "Read.", *LIMITS, "--eval_temperature", "0"]
+def test_evaluation_through_a_server_has_the_metrics_of_the_local_one(model, corpus, adapter, tmp_path):
+    read = ["--corpus", str(corpus), "--instruction", "Read.", *LIMITS, "--eval_temperature", "0"]
     local = ["--model", str(model), "--adapter", str(adapter), "--output", str(tmp_path / "local.json")]
     assert evaluate.main([*read, *local, "--compare_base", "--ignore_exit"]) == 0
     with serving(model) as server:
