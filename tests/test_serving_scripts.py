@@ -198,7 +198,7 @@ def corpus(tmp_path_factory):
     return path
 
 
-def test_training_and_its_evaluations_are_sampled_by_the_server(model, corpus, tmp_path, monkeypatch):
+def test_training_and_its_evaluations_are_sampled_by_the_server(model, corpus, tmp_path):
     plain = ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--report_to", "none"]
     group = [
         "--per_device_train_batch_size",
