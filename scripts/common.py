@@ -138,11 +138,12 @@ def fill_in(options: Any, defaults: Mapping[str, Any], adapter: str | None) -> N
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of a model: its base model where it is an adapter, and the folders that exist here too."""
+    """What a server says of a model: its base where it is an adapter, and where its files are, here or on the Hub."""
 
     base: str | None
     adapter_folder: str | None
     tokenizer: str
+    weights: str
 
     @classmethod
     def find(cls, server: Server, model: str) -> "Served":
@@ -153,14 +154,14 @@ class Served:
         folders = [known.get(name or "", {}).get("root") or name or "" for name in (model, base)]
         here = [folder for folder in folders if Path(folder, "tokenizer_config.json").is_file()]
         adapter = folders[0] if base and Path(folders[0]).is_dir() else None
-        return cls(base, adapter, here[0] if here else base or model)
+        return cls(base, adapter, here[0] if here else base or model, folders[1] if base else folders[0])
 
 
 def generation_config(name: str) -> GenerationConfig | None:
     """Return the generation config of a model's folder or name, where it has one: it names more ends of text."""
     try:
         return GenerationConfig.from_pretrained(name)
-    except OSError:
+    except (OSError, ValueError):  # no such folder or name, or none that could be one
         return None
 
 

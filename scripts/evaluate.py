@@ -172,7 +172,7 @@ def engines(
             f"--compare_base compares an adapter with its base, but {options.base_url} names no base of "
             f"{options.model!r}: expected an adapter of a vLLM server (--lora-modules)"
         )
-    ends = eos_ids(tokenizer, generation_config(options.tokenizer or served.tokenizer))
+    ends = eos_ids(tokenizer, generation_config(served.weights))
     names = {False: options.model} | ({True: served.base} if options.compare_base else {})
     return {base: connect(server, str(name), tokenizer, config, ends, options.api) for base, name in names.items()}
 
@@ -184,9 +184,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     with setting_up():
         check_options(options)
-        server = (
-            Server(options.base_url, patience=PATIENCE, connections=options.concurrency) if options.base_url else None
-        )
+        server = None
+        if options.base_url is not None:
+            server = Server(options.base_url, patience=PATIENCE, connections=options.concurrency)
         served = Served.find(server, options.model) if server else None
         options.adapter = options.adapter or (served.adapter_folder if served else None)
         fill_in(options, DEFAULTS, options.adapter)

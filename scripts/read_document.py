@@ -189,10 +189,9 @@ class Reading:
         server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
         served = Served.find(server, options.model)
         fill_in(options, DEFAULTS, options.adapter or served.adapter_folder)
-        source = options.tokenizer or served.tokenizer
-        tokenizer = load_tokenizer(source)
+        tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
         config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
-        ends = eos_ids(tokenizer, generation_config(source))
+        ends = eos_ids(tokenizer, generation_config(served.weights))
         engine = connect(server, options.model, tokenizer, config, ends, options.api)
         config.max_prompt_length = engine.prompt_limit
         chunks = [{"text": chunk["text"]} for chunk in chunk_document(text, [], tokenizer, config.chunk_size)]

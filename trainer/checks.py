@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from accelerate.utils import is_peft_model
+from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
@@ -47,8 +48,7 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
         if arguments.get(name):
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
     args.check_workflow_options()
-    adapted = arguments.get("peft_config") or (not isinstance(model, str) and is_peft_model(model))
-    check_rollout_engine(args, bool(adapted))
+    check_rollout_engine(args, bool(arguments.get("peft_config")) or isinstance(model, PeftModel))
     if args.n_gpu > 1:
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs: launch a process for each (accelerate_configs/multi_gpu.yaml), or "
