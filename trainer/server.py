@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import time
+import warnings
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -106,7 +107,9 @@ class Session:
                 if not retry:
                     raise ServerError(f"{url} failed: {problem}")
             now = time.monotonic()
-            deadline = deadline or now + self.server.patience
+            if deadline is None:
+                deadline = now + self.server.patience
+                warnings.warn(f"{url}: {problem}; asking again for {self.server.patience:g} seconds", stacklevel=2)
             if now >= deadline:
                 raise ServerError(
                     f"{url} cannot be reached or fails since {self.server.patience:g} seconds: {problem}"
