@@ -1,21 +1,33 @@
 """What the scripts share: workflows by name, reward functions by name, corpora, models, and set-up errors."""
 
 import importlib
+import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from trl import ModelConfig
 
 from turngrpo import rewards
 from turngrpo.data_prep import load_corpus
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn, TurnGRPOConfig
+from turngrpo.trainer.server import Server, ServerError
+from turngrpo.trainer.server_engines import served_models
 
 WORKFLOWS = ("gated", "memagent", "single_turn")
+PATIENCE = 5.0  # seconds that a script waits for a server which cannot be reached
 TURN_REWARDS = ("update_reward",)
 TRAJECTORY_REWARDS = tuple(n for n in rewards.__all__ if n not in (*TURN_REWARDS, "normalize_answer"))
 
@@ -107,6 +119,52 @@ def empty_model(options: ModelConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config)
 
 
+def trained_options(adapter: str | None) -> dict[str, Any]:
+    """Return the options an exported adapter was trained with, by name (its manifest.json); none where it has none."""
+    manifest = Path(adapter or "", "manifest.json")
+    if adapter is None or not manifest.is_file():
+        return {}
+    config = json.loads(manifest.read_text(encoding="utf-8")).get("config") or {}
+    return {**config.get("trainer", {}), **config.get("script", {})}
+
+
+def fill_in(options: Any, defaults: Mapping[str, Any], adapter: str | None) -> None:
+    """Set options that were left out to those of the adapter's training, or to the defaults."""
+    trained = trained_options(adapter)
+    for name, default in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, trained.get(name, default))
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a server says of a model: its base where it is an adapter, and where its files are, here or on the Hub."""
+
+    base: str | None
+    adapter_folder: str | None
+    tokenizer: str
+    weights: str
+
+    @classmethod
+    def find(cls, server: Server, model: str) -> "Served":
+        """Look a model up in the server's list; the tokenizer is the adapter's, the base model's, or of its name."""
+        known = {card["id"]: card for card in served_models(server)}
+        card = known.get(model, {})
+        base = card.get("parent")
+        folders = [known.get(name or "", {}).get("root") or name or "" for name in (model, base)]
+        here = [folder for folder in folders if Path(folder, "tokenizer_config.json").is_file()]
+        adapter = folders[0] if base and Path(folders[0]).is_dir() else None
+        return cls(base, adapter, here[0] if here else base or model, folders[1] if base else folders[0])
+
+
+def generation_config(name: str) -> GenerationConfig | None:
+    """Return the generation config of a model's folder or name, where it has one: it names more ends of text."""
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except (OSError, ValueError):  # no such folder or name, or none that could be one
+        return None
+
+
 def evaluation_config(**values: Any) -> TurnGRPOConfig:
     """Return a config that only evaluates: nothing is written, no training precision is asked for."""
     fixed: dict[str, Any] = {"output_dir": "unused", "bf16": False, "gradient_checkpointing": False}
@@ -114,10 +172,10 @@ def evaluation_config(**values: Any) -> TurnGRPOConfig:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Exit with main's status; a fault of the user's input (SetupError) is printed without a traceback, status 1."""
+    """Exit with main's status; a fault of the user's input or of a server is printed without a traceback, status 1."""
     try:
         sys.exit(main())
-    except SetupError as error:
+    except (SetupError, ServerError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
 

@@ -47,9 +47,10 @@ from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
 from turngrpo.data_prep import corpus_facts
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
 from turngrpo.trainer.adapters import check_name
-from turngrpo.trainer.checks import check_rows
+from turngrpo.trainer.checks import check_rollout_engine, check_rows
 from turngrpo.trainer.evaluation import TRIVIAL_GATES, Evaluation, ForcedGates, evaluate_policy
 from turngrpo.trainer.hub import check_push
+from turngrpo.trainer.vllm_engine import check_servers
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
@@ -152,6 +153,9 @@ def prepare(
     model = empty_model(model_options)
     for name, rows in (("train", train), ("validation", validation)):
         check_rows(workflow, rows, name, config, model)
+    check_rollout_engine(config, get_peft_config(model_options) is not None)
+    if config.rollout_engine == "vllm":
+        check_servers(config, tokenizer, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     return run
 
 
@@ -228,6 +232,7 @@ def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evalua
             label=label,
             reference=trainer.reference if workflow is None else None,
             autocast=trainer.accelerator.autocast,
+            engine=trainer.eval_engine if run.config.rollout_engine == "vllm" else None,
         )
 
 

@@ -7,6 +7,7 @@ Every stage but the last runs in forks of the launcher's processes, which have i
 killed, and the next begins anew.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -20,9 +21,11 @@ import torch
 import yaml
 from accelerate import DistributedType, PartialState
 from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from openai_server import serving
 from peft import LoraConfig
-from tiny import tiny_model, word_tokenizer
+from tiny import sharpen, tiny_model, word_tokenizer
 from torch.distributed.tensor import DTensor
 from training import ParityWorkflow, length_turn_reward, make_trainer, token_reward
 from transformers import TrainerCallback
@@ -235,6 +238,35 @@ def resumed(folder, run):
     return resumable(folder, resume=2)
 
 
+def served(folder):
+    """Two updates on rollouts of a server that the first process runs, from the adapter that it alone pushes."""
+    state, path = PartialState(cpu=True), folder.with_name("served_model")
+    with contextlib.ExitStack() as stack:
+        server = None
+        if state.is_main_process:
+            sharpen(tiny_model(len(word_tokenizer()))).save_pretrained(path)
+            word_tokenizer().save_pretrained(path)
+            server = stack.enter_context(serving(path))
+        (url,) = broadcast_object_list([server.url if server else None])
+        trainer = make_trainer(
+            folder,
+            TokenGates(strict_format=False),
+            dataset=corpus(),
+            model=sharpen(tiny_model(len(word_tokenizer()))),
+            peft_config=LoraConfig(r=4, target_modules="all-linear"),
+            per_device_train_batch_size=8 // state.num_processes,
+            learning_rate=0.05,
+            rollout_engine="vllm",
+            vllm_base_url=[url],
+            behavior_check="all",
+            behavior_tolerance=2e-4,
+        )
+        trainer.train()
+        state.wait_for_everyone()
+        asked = [] if server is None else [body["model"] for body in server.asked if body["model"] != str(path)]
+    return {"log": trainer.state.log_history, "names": len(set(asked)), "asked": len(asked)}
+
+
 def failing(folder):
     """One process's reward function raises while the other waits for it."""
 
@@ -309,6 +341,7 @@ CASES = {
     "lower": lower,
     "supervised": supervised,
     "evaluated": evaluated,
+    "served": served,
     "failing": failing,
 }
 

@@ -53,9 +53,8 @@ def launched(tmp_path_factory):
     """One launch of two processes by `accelerate launch`; the last stage fails on one of them."""
     folder = tmp_path_factory.mktemp("two")
     launcher = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "cpu_2proc.yaml")]
-    return folder, launch(
-        launcher, folder, "full,lora,split,supervised,evaluated,gated,straight", "killed", "resumed", "failing"
-    )
+    stages = "full,lora,split,supervised,evaluated,gated,straight,served"
+    return folder, launch(launcher, folder, stages, "killed", "resumed", "failing")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +90,15 @@ def assert_same_logs(first, second, left_out=(), tolerance=2e-6):
 
 
 # ---- numbers ----
+
+
+def test_rollouts_of_a_server_are_the_same_and_one_process_pushes(one, two):
+    whole, parts = one("served"), results(two, "served")
+    for part in parts:
+        assert_same_logs(part["log"], whole["log"], ("tokens/",), 1e-4)
+    # One adapter per rollout. Each process probes the server with 5 requests; every row is asked once.
+    assert (parts[0]["names"], parts[1]["names"], whole["names"]) == (2, 0, 2)
+    assert parts[0]["asked"] == whole["asked"] + 5
 
 
 @pytest.mark.parametrize("case", ["full", "lora", "split"])

@@ -28,7 +28,8 @@ FREE_FIELDS = (
     "hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_token resume_from_checkpoint "
     "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo dataloader_num_workers "
     "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers rollout_batch_tokens ledger "
-    "local_rank deepspeed_plugin distributed_state _n_gpu"
+    "vllm_base_url vllm_server_base_url vllm_server_timeout vllm_adapter_dir vllm_request_timeout "
+    "vllm_concurrent_requests local_rank deepspeed_plugin distributed_state _n_gpu"
 ).split()
 LENGTH_FIELDS = ("max_steps", "num_train_epochs")  # a run may be extended; its schedule then changes
 

@@ -1,9 +1,11 @@
 """What must hold before a workflow trains: arguments, model and rows, each with an error that says what to do."""
 
 import os
+import warnings
 from typing import Any
 
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_peft_model
+from peft import PeftModel
 from torch.distributed.fsdp import CPUOffloadPolicy
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +16,25 @@ from .rollout import row_name
 
 MAX_FAULTS = 20  # rows named in one error
 DEFAULT_CONFIG = TurnGRPOConfig  # made where a workflow is given no args
+
+
+def check_without_workflow(args: Any, turn_reward_funcs: Any) -> None:
+    """Refuse what only a workflow gives a meaning to."""
+    if turn_reward_funcs is not None:
+        raise ValueError("turn_reward_funcs reward the turns of a workflow: pass workflow too, or neither")
+    if args is not None and args.loss_type == "group":
+        raise ValueError("loss_type='group' needs a workflow; without one use a loss type of trl.GRPOTrainer")
+    if getattr(args, "rollout_engine", "transformers") != "transformers":
+        raise ValueError("rollout_engine='vllm' needs a workflow; without one set TRL's use_vllm and vllm_mode")
+
+
+def check_rollout_engine(config: TurnGRPOConfig, adapted: bool) -> None:
+    """Refuse vLLM for a model that is trained whole."""
+    if config.rollout_engine == "vllm" and not adapted:
+        raise ValueError(
+            "rollout_engine='vllm' needs a PEFT adapter, found a model that is trained whole, whose weights a vLLM "
+            "server cannot be given: pass peft_config (--use_peft), or leave rollout_engine 'transformers'"
+        )
 
 
 def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
@@ -28,6 +49,7 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
         if arguments.get(name):
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
     args.check_workflow_options()
+    check_rollout_engine(args, bool(arguments.get("peft_config")) or isinstance(model, PeftModel))
     if args.n_gpu > 1:
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs: launch a process for each (accelerate_configs/multi_gpu.yaml), or "
@@ -86,7 +108,25 @@ def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled
         raise ValueError("router_aux_loss_coef is not honoured under a workflow: set it to 0")
 
 
-def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any) -> None:
+def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_reward_funcs: list[Any]) -> None:
+    """Refuse turn reward weights that fit no functions; warn of rewards that a workflow or alpha makes no sense of."""
+    weights = config.turn_reward_weights
+    if weights is not None and len(weights) != len(turn_reward_funcs):
+        raise ValueError(
+            f"turn_reward_weights has {len(weights)} numbers, expected one for each of "
+            f"{len(turn_reward_funcs)} turn reward functions"
+        )
+    if workflow.strict_format and "format_reward" not in names:
+        warnings.warn(
+            "strict_format sets the reward of an unparsed trajectory to 0; without format_reward a parsed one can "
+            "score below that: add turngrpo.rewards.format_reward",
+            stacklevel=5,
+        )
+    if not turn_reward_funcs and config.alpha < 1:
+        warnings.warn(f"no turn_reward_funcs: every advantage is alpha={config.alpha} of TRL's", stacklevel=5)
+
+
+def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any = None) -> None:
     """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
 
     A stream, or a workflow without `max_prompt_tokens`, is checked turn by turn during the rollout instead.
@@ -94,7 +134,8 @@ def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, m
     bound = getattr(workflow, "max_prompt_tokens", None)
     if bound is None or dataset is None or not hasattr(dataset, "__len__"):
         return
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    shape = None if model is None else model.config.get_text_config()  # a server's model is not here
+    positions = getattr(shape, "max_position_embeddings", None)
     completion = config.max_completion_length or 0
     limit = config.max_prompt_length if positions is None else min(config.max_prompt_length, positions - completion)
     faults = []

@@ -7,10 +7,11 @@ from typing import Any
 from trl import GRPOConfig
 
 from .losses import LOSS_TYPES
+from .server import Server
 
 # Inherited options that a workflow does not honour, with the reason; anything but the default raises by name.
 REFUSED: dict[str, str] = {
-    "use_vllm": "rollouts are sampled by the trainer's own engine, which records the log-probabilities",
+    "use_vllm": "TRL's vLLM modes belong to training without a workflow; set rollout_engine='vllm' and vllm_base_url",
     "use_transformers_continuous_batching": "it returns no log-probabilities of the sampled tokens",
     "transformers_continuous_batching_config": "it returns no log-probabilities of the sampled tokens",
     "use_transformers_paged": "it returns no log-probabilities of the sampled tokens",
@@ -50,7 +51,7 @@ REFUSED: dict[str, str] = {
     "neftune_noise_alpha": "noise would make recorded and scored log-probabilities differ",
     "label_smoothing_factor": "there are no labels",
 } | {
-    name: "rollouts are sampled by the trainer's own engine"
+    name: "it belongs to TRL's own vLLM modes; set rollout_engine='vllm' and vllm_base_url"
     for name in (
         "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
         "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
@@ -59,6 +60,8 @@ REFUSED: dict[str, str] = {
         "vllm_importance_sampling_cap"
     ).split()
 }
+
+HONOURED_WITH_VLLM = ("vllm_server_base_url", "vllm_server_timeout")  # under rollout_engine="vllm", as TRL means them
 
 
 def _our(default: Any, text: str) -> Any:
@@ -97,6 +100,20 @@ class TurnGRPOConfig(GRPOConfig):
     )
     rollout_batch_tokens: int = _our(262144, "Prompt and response tokens in the sampler's cache at once, >= 1.")
     share_prefix: bool = _our(True, "Compute the common prefix of a group's prompts once, in sampling and training.")
+    rollout_engine: str = _our(
+        "transformers",
+        "Who samples under a workflow: 'transformers' is the training model itself, 'vllm' are running servers that "
+        "get the current adapter before each rollout.",
+    )
+    vllm_base_url: list[str] | None = _our(
+        None,
+        "Servers of rollout_engine='vllm', as in http://localhost:8000; one may stand in vllm_server_base_url too.",
+    )
+    vllm_adapter_dir: str | None = _our(
+        None, "Folder for adapters that trainer and servers both see; None: output_dir/vllm_adapters."
+    )
+    vllm_request_timeout: float = _our(600.0, "Seconds that a server may take for one completion, > 0.")
+    vllm_concurrent_requests: int = _our(64, "Requests that each process keeps open at each server, >= 1.")
     ledger: bool = _our(True, "Write every rollout to output_dir/rollouts as Parquet before training on it.")
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")
@@ -112,6 +129,8 @@ class TurnGRPOConfig(GRPOConfig):
         self._require("behavior_tolerance", tolerance is None or tolerance > 0, "None or a number above 0")
         self._require("advantage_epsilon", self.advantage_epsilon > 0, "a number above 0")
         self._require("eval_temperature", 0 <= self.eval_temperature < math.inf, "a number >= 0 (0 is greedy)")
+        self._require("rollout_engine", self.rollout_engine in ("transformers", "vllm"), "'transformers' or 'vllm'")
+        self._require("vllm_request_timeout", self.vllm_request_timeout > 0, "a number above 0")
         self._require("eval_top_p", 0 < self.eval_top_p <= 1, "a number in (0, 1]")
         for name in (
             "chunk_size",
@@ -119,6 +138,7 @@ class TurnGRPOConfig(GRPOConfig):
             "max_memory_tokens",
             "max_tokens_per_microbatch",
             "rollout_batch_tokens",
+            "vllm_concurrent_requests",
         ):
             value = getattr(self, name)
             self._require(name, isinstance(value, int) and value >= 1, "a whole number >= 1")
@@ -150,10 +170,13 @@ class TurnGRPOConfig(GRPOConfig):
     def check_workflow_options(self) -> None:
         """Raise ValueError naming every inherited option that a workflow does not honour, with what to do."""
         defaults = {f.name: f.default for f in fields(self)}
-        faults = [
+        with_vllm = self.rollout_engine == "vllm"
+        faults = self._vllm_faults() if with_vllm else []
+        faults += [
             f"{name}={getattr(self, name)!r} is not honoured under a workflow: {reason}; leave it {defaults[name]!r}"
             for name, reason in REFUSED.items()
             if name in defaults and not _same(name, getattr(self, name), defaults[name])
+            if not (with_vllm and name in HONOURED_WITH_VLLM)
         ]
         if self.loss_type not in LOSS_TYPES:
             faults.append(f"loss_type={self.loss_type!r} is not honoured under a workflow: use one of {LOSS_TYPES}")
@@ -188,6 +211,26 @@ class TurnGRPOConfig(GRPOConfig):
             )
         if faults:
             raise ValueError("\n".join(faults))
+
+    def _vllm_faults(self) -> list[str]:
+        faults = []
+        if bool(self.vllm_base_url) == bool(self.vllm_server_base_url):
+            faults.append(
+                f"rollout_engine='vllm' samples on running servers: found vllm_base_url={self.vllm_base_url!r} and "
+                f"vllm_server_base_url={self.vllm_server_base_url!r}, expected one of them, as in http://localhost:8000"
+            )
+        if self.temperature != 1:
+            faults.append(
+                f"temperature={self.temperature!r} is not honoured with rollout_engine='vllm': the servers report the "
+                "log-probabilities at temperature 1; leave it 1.0"
+            )
+        return faults
+
+    def vllm_servers(self) -> list[Server]:
+        """Return the servers of rollout_engine='vllm'; ValueError for what is no URL."""
+        urls = self.vllm_base_url or [self.vllm_server_base_url or ""]
+        waits = self.vllm_server_timeout, self.vllm_request_timeout
+        return [Server(url, *waits, connections=self.vllm_concurrent_requests) for url in urls]
 
 
 def _same(name: str, value: Any, default: Any) -> bool:

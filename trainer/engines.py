@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from .batching import common_prefix_length
 from .policy import Head, Policy, evaluating
-from .rollout import Completion, NoiseKey, Request
+from .rollout import Completion, Engine, NoiseKey, Request
 from .shared_prefix import Decoder, UnsupportedAttention, compute_prefix, start_decoding, why_unsupported
 
 
@@ -69,6 +69,50 @@ class TokenCounts:
         return self.prefix + self.suffix + self.decode
 
 
+def check_prompts(requests: Sequence[Request], limit: int, limits: str) -> None:
+    """Raise ValueError naming the first request without a prompt or with more than `limit` tokens."""
+    for request in requests:
+        length = len(request.prompt_ids)
+        if not 1 <= length <= limit:
+            raise ValueError(
+                f"{request.label}, turn {request.key.turn}: the prompt has {length} tokens, expected 1 to {limit} "
+                f"({limits}); prompts are never truncated"
+            )
+
+
+def probe_requests(vocabulary: int) -> list[Request]:
+    """Return short prompts of made-up tokens: two groups, whose members are of unequal length and share a prefix."""
+    lengths = {0: (1, 2, 4), 1: (3, 5)}  # of what is a member's own, after group + 2 shared tokens
+    return [
+        Request(
+            [
+                [(5 * i + group + 1) % vocabulary for i in range(group + 2)],
+                [(7 * i + 3 * member + 2) % vocabulary for i in range(length)],
+            ],
+            NoiseKey(0, 0, group, member, 0),
+        )
+        for group, members in lengths.items()
+        for member, length in enumerate(members)
+    ]
+
+
+def recorded_gap(engine: Engine, policy: Policy, requests: Sequence[Request]) -> float:
+    """Return the largest difference of what an engine records from the policy's own logits in a plain pass per row."""
+    gap = 0.0
+    device = next(policy.model.parameters()).device
+    completions = engine.generate(requests)
+    with evaluating(policy.model), policy.autocast():
+        for request, completion in zip(requests, completions, strict=True):
+            count = len(completion.ids)
+            ids = torch.tensor([[*request.prompt_ids, *completion.ids]], device=device)
+            logits = policy.model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1]
+            expected = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+            recorded = torch.tensor(completion.logprobs, device=device)
+            difference = (expected[torch.arange(count), ids[0, -count:]] - recorded).abs().max()
+            gap = max(gap, float(difference)) if torch.isfinite(difference) else float("inf")
+    return gap
+
+
 @dataclass
 class TransformersEngine:
     """Samples with the training model itself: one prefill per group and step, then a decoding loop on its KV cache.
@@ -88,17 +132,16 @@ class TransformersEngine:
     rollout_batch_tokens: int = 262144
     counts: TokenCounts = field(default_factory=TokenCounts)
 
+    def refresh(self) -> None:
+        """Do nothing: it samples from the policy as it is."""
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete every request, in order; requests of one group share the computation of their common prefix."""
         prompts = [request.prompt_ids for request in requests]
-        limit = self._prompt_limit()
-        for request, prompt in zip(requests, prompts, strict=True):
-            if not prompt or len(prompt) > limit:
-                raise ValueError(
-                    f"{request.label}, turn {request.key.turn}: the prompt has {len(prompt)} tokens, expected 1 to "
-                    f"{limit} (max_prompt_length={self.max_prompt_length}, and {self.max_new_tokens} new tokens must "
-                    "fit the model's positions); prompts are never truncated"
-                )
+        reason = (
+            f"max_prompt_length={self.max_prompt_length}, and {self.max_new_tokens} new tokens must fit the model's"
+        )
+        check_prompts(requests, self._prompt_limit(), f"{reason} positions")
         groups: dict[tuple[int, int], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault((request.key.group, request.key.turn), []).append(index)
@@ -154,31 +197,7 @@ class TransformersEngine:
         probe = copy.copy(self)
         probe.max_new_tokens, probe.temperature, probe.top_p, probe.eos_ids = 3, 1.0, 1.0, []
         probe.counts, probe.max_prompt_length = TokenCounts(), None
-        vocabulary = self.policy.head().weight.shape[0]
-        suffixes = {0: (1, 2, 4), 1: (3, 5)}  # two groups, members of unequal length that share group + 2 tokens
-        requests = [
-            Request(
-                [
-                    [(5 * i + group + 1) % vocabulary for i in range(group + 2)],
-                    [(7 * i + 3 * member + 2) % vocabulary for i in range(length)],
-                ],
-                NoiseKey(0, 0, group, member, 0),
-            )
-            for group, lengths in suffixes.items()
-            for member, length in enumerate(lengths)
-        ]
-        gap = 0.0
-        device = next(self.policy.model.parameters()).device
-        completions = probe.generate(requests)
-        with evaluating(self.policy.model), self.policy.autocast():
-            for request, completion in zip(requests, completions, strict=True):
-                ids = torch.tensor([[*request.prompt_ids, *completion.ids]], device=device)
-                logits = self.policy.model(input_ids=ids, use_cache=False).logits[0, -4:-1]
-                expected = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-                recorded = torch.tensor(completion.logprobs, device=device)
-                difference = (expected[torch.arange(3), ids[0, -3:]] - recorded).abs().max()
-                gap = max(gap, float(difference)) if torch.isfinite(difference) else float("inf")
-        return gap
+        return recorded_gap(probe, self.policy, probe_requests(self.policy.head().weight.shape[0]))
 
     def _pack(self, groups: list[list[int]], prompts: list[list[int]]) -> list[list[list[int]]]:
         """Put groups of like prompt length together, as many at once as the token budget of the cache holds.

@@ -21,7 +21,7 @@ from .iteration import ScoredRollout, call_turn_rewards, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .processes import own_share
-from .rollout import Trajectory, Turn, collect
+from .rollout import Engine, Trajectory, Turn, collect
 from .scoring import Reference, Scorer
 from .turn_grpo_trainer import EVAL_ITERATION
 from .workflows import GatedMemory
@@ -170,30 +170,35 @@ def evaluate_policy(
     reference: Reference | None = None,
     autocast: Callable[[], Any] = contextlib.nullcontext,
     resamples: int = RESAMPLES,
+    engine: Engine | None = None,
 ) -> Evaluation:
     """Read every row `members` times with the evaluation's sampling and return what came of it.
 
     The noise of member m of row i is that of (eval_seed, i, m, turn), so that policies are compared on the same noise.
-    `reference` adds `kl`, the exact KL(policy || reference) per response token. Raises ValueError without rows, or for
-    a reward function that does not return one number or None per trajectory.
+    `engine` samples in the place of `model`, which may then be None. `reference` adds `kl`, the exact
+    KL(policy || reference) per response token. Raises ValueError without rows, or for a reward function that does not
+    return one number or None per trajectory.
     Several processes must all call it: each reads its share of the rows, and all return the same.
     """
     if not rows or members < 1:
         raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
     workflow.bind(tokenizer, config)
-    policy = Policy(model, autocast)
-    engine = TransformersEngine(
-        policy=policy,
-        eos_ids=eos_ids(policy.causal, tokenizer),
-        pad_id=tokenizer.pad_token_id,
-        max_new_tokens=config.max_completion_length or 256,
-        max_prompt_length=config.max_prompt_length,
-        temperature=config.eval_temperature,
-        top_p=config.eval_top_p,
-        share_prefix=config.share_prefix,
-        rollout_batch_tokens=config.rollout_batch_tokens,
-    )
-    engine.verify()
+    policy = None if model is None else Policy(model, autocast)
+    if engine is None:
+        assert policy is not None
+        engine = TransformersEngine(
+            policy=policy,
+            eos_ids=eos_ids(tokenizer, policy.causal.generation_config),
+            pad_id=tokenizer.pad_token_id,
+            max_new_tokens=config.max_completion_length or 256,
+            max_prompt_length=config.max_prompt_length,
+            temperature=config.eval_temperature,
+            top_p=config.eval_top_p,
+            share_prefix=config.share_prefix,
+            rollout_batch_tokens=config.rollout_batch_tokens,
+        )
+        engine.verify()
+    engine.refresh()
     started = time.perf_counter()
     repeated = [row for row in rows for _ in range(members)]
     groups, numbers = [i // members for i in range(len(repeated))], [i % members for i in range(len(repeated))]
@@ -212,7 +217,9 @@ def evaluate_policy(
     metrics |= {name: float(v) for name, v in zip(observations.names, totals, strict=True) if name not in metrics}
     metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     if reference is not None:
-        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config, engine.share_prefix)
+        assert policy is not None
+        share = getattr(engine, "share_prefix", False)  # where the model itself sampled and knows whether it can
+        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config, share)
     return Evaluation(
         trajectories=trajectories,
         metrics=metrics,
@@ -223,9 +230,9 @@ def evaluate_policy(
     )
 
 
-def eos_ids(model: Any, tokenizer: Any) -> list[int]:
+def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     """Return every id that ends a completion: the tokenizer's EOS and those the model declares."""
-    declared = model.generation_config.eos_token_id
+    declared = getattr(generation_config, "eos_token_id", None)
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
 

@@ -108,7 +108,8 @@ class Recording:
         gap = behavior_gap(logprobs, batch)
         self._meter.add_mean("behavior_gap/mean", float(gap.sum()), float(batch.mask.sum()))
         self._meter.add_peak("behavior_gap/max", float(gap.max()))
-        tolerance = self.args.behavior_tolerance or default_tolerance(self.policy.dtype)
+        default = default_tolerance(self.policy.dtype, self.args.rollout_engine)
+        tolerance = self.args.behavior_tolerance or default
         if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
             row = int(gap.amax(dim=1).argmax())
             name = rollout.turn_name(indices[row])

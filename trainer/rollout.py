@@ -18,11 +18,15 @@ class NoiseKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to complete: token-id segments whose leading ones may be shared, and the key of its noise."""
+    """One prompt to complete: token-id segments whose leading ones may be shared, and the key of its noise.
+
+    `messages` is the same prompt in TRL's form, for servers that take no token ids.
+    """
 
     segments: list[list[int]]
     key: NoiseKey
     label: str = ""
+    messages: Any = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -36,10 +40,13 @@ class Completion:
     ids: list[int]
     logprobs: list[float]
     finish_reason: str  # "eos" or "length"
+    text: str | None = None  # where it came as text; None: what the ids decode to
 
 
 class Engine(Protocol):
-    """Completes a batch of requests in their order."""
+    """Completes a batch of requests in their order; the trainer calls `refresh` when the policy may have changed."""
+
+    def refresh(self) -> None: ...
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
 
@@ -136,15 +143,16 @@ def collect(
     while active:
         if on_turn is not None:
             on_turn(index, len(active))
+        messages = getattr(workflow, "messages", lambda state: None)
         requests = [
             Request(
                 segments=workflow.prompt(states[i]),
                 key=NoiseKey(seed, iteration, groups[i], members[i], index),
                 label=row_name(rows[i], groups[i]),
+                messages=messages(states[i]),
             )
             for i in active
         ]
-        messages = getattr(workflow, "messages", None)
         goes_on = []
         for i, request, completion in zip(active, requests, engine.generate(requests), strict=True):
             trajectory = trajectories[i]
@@ -154,9 +162,11 @@ def collect(
                 completion_ids=completion.ids,
                 behavior_logprobs=completion.logprobs,
                 finish_reason=completion.finish_reason,
-                text=decode_completion(tokenizer, completion.ids, completion.finish_reason),
+                text=completion.text
+                if completion.text is not None
+                else decode_completion(tokenizer, completion.ids, completion.finish_reason),
             )
-            trajectory.prompt = messages(states[i]) if messages else None
+            trajectory.prompt = request.messages
             trajectory.turns.append(turn)
             if workflow.advance(states[i], turn):
                 goes_on.append(i)

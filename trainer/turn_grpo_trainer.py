@@ -3,8 +3,8 @@
 import contextlib
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .batching import TurnBatch
 from .callbacks import OptimizerTimer, rollout_progress
-from .checks import check_arguments, check_model, check_rows
-from .engines import TransformersEngine
+from .checks import check_arguments, check_model, check_rewards, check_rows, check_without_workflow
+from .engines import TokenCounts, TransformersEngine
 from .exporting import Exporting
 from .iteration import ScoredRollout, TrainingSlice, call_turn_rewards, objective_weights, score_rollout
 from .losses import clipped_surrogate, k3_kl
@@ -34,6 +34,7 @@ from .recording import Recording
 from .resume import Resumable
 from .rollout import Trajectory, collect
 from .scoring import Reference, Scorer, Scores
+from .vllm_engine import VllmEngine, make_vllm_engine
 from .workflows import Workflow
 
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
@@ -52,6 +53,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     model: Any
     ref_model: Any
     optimizer: Any
+    engine: TransformersEngine | VllmEngine
     num_generations: Any
     num_generations_eval: Any
     _buffered_inputs: Any
@@ -69,10 +71,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     ):
         self.workflow = workflow
         if workflow is None:
-            if turn_reward_funcs is not None:
-                raise ValueError("turn_reward_funcs reward the turns of a workflow: pass workflow too, or neither")
-            if args is not None and args.loss_type == "group":
-                raise ValueError("loss_type='group' needs a workflow; without one use a loss type of trl.GRPOTrainer")
+            check_without_workflow(args, turn_reward_funcs)
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
             return
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
@@ -96,20 +95,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         functions = turn_reward_funcs or []
         self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
         self._turn_reward_names = [getattr(f, "__name__", type(f).__name__) for f in self.turn_reward_funcs]
-        weights = self.args.turn_reward_weights
-        if weights is not None and len(weights) != len(self.turn_reward_funcs):
-            raise ValueError(
-                f"turn_reward_weights has {len(weights)} numbers, expected one for each of "
-                f"{len(self.turn_reward_funcs)} turn reward functions"
-            )
-        if workflow.strict_format and "format_reward" not in self.reward_func_names:
-            warnings.warn(
-                "strict_format sets the reward of an unparsed trajectory to 0; without format_reward a parsed one can "
-                "score below that: add turngrpo.rewards.format_reward",
-                stacklevel=4,
-            )
-        if not self.turn_reward_funcs and self.args.alpha < 1:
-            warnings.warn(f"no turn_reward_funcs: every advantage is alpha={self.args.alpha} of TRL's", stacklevel=4)
+        check_rewards(self.args, workflow, self.reward_func_names, self.turn_reward_funcs)
         workflow.bind(self._tokenizer, self.args)
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
@@ -124,21 +110,23 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         self.reference = Reference(self.policy) if self.beta else None
         if self.reference is not None and not is_peft_model(self.model):
             self.ref_model = self.reference.policy.model
-        common = {
-            "policy": self.policy,
-            "eos_ids": self.eos_token_ids,
-            "pad_id": self._tokenizer.pad_token_id,
-            "max_new_tokens": self.max_completion_length,
-            "max_prompt_length": self.args.max_prompt_length,
-            "share_prefix": self.args.share_prefix,
-            "rollout_batch_tokens": self.args.rollout_batch_tokens,
-        }
-        self.engine = TransformersEngine(temperature=self.temperature, **common)
-        self.eval_engine = TransformersEngine(
-            temperature=self.args.eval_temperature, top_p=self.args.eval_top_p, **common
+        sampler = TransformersEngine(
+            policy=self.policy,
+            eos_ids=self.eos_token_ids,
+            pad_id=self._tokenizer.pad_token_id,
+            max_new_tokens=self.args.max_completion_length,
+            max_prompt_length=self.args.max_prompt_length,
+            temperature=self.temperature,
+            share_prefix=self.args.share_prefix,
+            rollout_batch_tokens=self.args.rollout_batch_tokens,
         )
-        self.engine.verify()
-        self.eval_engine.share_prefix = self.engine.share_prefix
+        sampler.verify()
+        with_vllm = self.args.rollout_engine == "vllm"
+        self.engine = (
+            make_vllm_engine(self.args, self.policy, self._tokenizer, self.eos_token_ids) if with_vllm else sampler
+        )
+        sampling: Any = {"temperature": self.args.eval_temperature, "top_p": self.args.eval_top_p}
+        self.eval_engine = replace(self.engine, counts=TokenCounts(), **sampling)
         self._start_recording()
         self.scorer = Scorer(
             policy=self.policy,
@@ -147,7 +135,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
             temperature=self.temperature,
             kl=self.args.kl,
             max_tokens=self.args.max_tokens_per_microbatch,
-            share_prefix=self.engine.share_prefix,
+            share_prefix=sampler.share_prefix,
             timed=self._timed,
             count=lambda name, tokens: self._add_cost(f"tokens/{name}", tokens),
         )
@@ -173,7 +161,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     def _roll_out(
         self,
         rows: Sequence[dict[str, Any]],
-        engine: TransformersEngine,
+        engine: TransformersEngine | VllmEngine,
         group_size: int,
         seed: int,
         iteration: int,
@@ -190,6 +178,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         members = [place % group_size for place in places]
         label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
         with self._timed("generation"), rollout_progress(label, len(rows), self.args.disable_tqdm) as on_turn:
+            engine.refresh()
             trajectories = collect(
                 self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn
             )

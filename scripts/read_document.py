@@ -1,0 +1,272 @@
+"""Read a document with a served gated agent: its gates and memory chunk by chunk, then its answer.
+
+    python scripts/read_document.py --base_url http://localhost:8000 --model ADAPTER --document contract.md \
+        --question "Who signs?"
+    python scripts/read_document.py --base_url http://localhost:8000 --model ADAPTER --document contract.pdf \
+        --question "Who signs?" --ignore_exit --json > trace.json
+
+The server is vLLM or any other with OpenAI's interface; a key is read from OPENAI_API_KEY. One that takes token ids
+(vLLM's /v1/completions) gets the very prompts of training, any other the same text through /v1/chat/completions.
+Options left out are those the adapter was trained with, where the folder that the server names exists here or
+--adapter gives one, or the defaults of training. Ctrl-C leaves the trace so far, with exit status 130.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common import (
+    PATIENCE,
+    Served,
+    evaluation_config,
+    fill_in,
+    generation_config,
+    load_tokenizer,
+    run_script,
+    setting_up,
+)
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+from trl import TrlParser
+
+from turngrpo.data_prep.chunking import chunk_document
+from turngrpo.trainer import GatedMemory
+from turngrpo.trainer.checks import check_rows
+from turngrpo.trainer.evaluation import eos_ids
+from turngrpo.trainer.gates import INITIAL_MEMORY
+from turngrpo.trainer.rollout import Turn, collect
+from turngrpo.trainer.server import RefusedRequest, Server, ServerError
+from turngrpo.trainer.server_engines import VllmEngine, connect
+
+INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
+DEFAULTS: dict[str, Any] = {
+    "layout": "chunk_first",
+    "instruction": None,
+    "chunk_size": 5000,
+    "max_prompt_length": 8192,
+    "max_completion_length": 2048,
+    "max_memory_tokens": 1024,
+    "eval_temperature": 1.0,
+    "eval_top_p": 0.7,
+    "eval_seed": 0,
+}
+
+
+CONFIG = [name for name in DEFAULTS if name not in ("layout", "instruction")]
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ReadArguments:
+    """What to read with whom, and how."""
+
+    base_url: str = _option(None, "OpenAI-compatible server, as in http://localhost:8000.")
+    model: str = _option(None, "Name of the served adapter or model.")
+    document: str = _option(None, "File to read: text, Markdown, code, or PDF where pypdf is installed.")
+    question: str = _option(None, "What to answer.")
+    json: bool = _option(False, "Print one JSON object with answer and trace, and nothing else.")
+    ignore_exit: bool = _option(False, "Read to the end whatever the exit gate says.")
+    api: str = _option("auto", "How to ask: completions (token ids), chat (text), or auto.")
+    adapter: str | None = _option(None, "Adapter folder whose manifest gives options left out.")
+    tokenizer: str | None = _option(None, "Tokenizer folder or name; that of the served model when left out.")
+    answer_timeout: float = _option(600.0, "Seconds that the server may take for one turn, > 0.")
+    layout: str | None = _option(None, "chunk_first or memory_first; chunk_first.")
+    instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own.")
+    chunk_size: int | None = _option(None, "Tokens per chunk; 5000.")
+    max_prompt_length: int | None = _option(None, "Longest prompt in tokens; 8192.")
+    max_completion_length: int | None = _option(None, "Longest completion in tokens; 2048.")
+    max_memory_tokens: int | None = _option(None, "Longest memory in tokens; 1024.")
+    eval_temperature: float | None = _option(None, "Sampling temperature, 0 for greedy; 1.")
+    eval_top_p: float | None = _option(None, "Nucleus, in (0, 1]; 0.7.")
+    eval_seed: int | None = _option(None, "Seed of the sampling noise; 0.")
+
+
+class Watched(GatedMemory):
+    """GatedMemory that tells of every turn when it has ended."""
+
+    def __init__(self, on_turn: Callable[[Any, Turn], None], **options: Any):
+        super().__init__(**options)
+        self.on_turn = on_turn
+
+    def advance(self, state: Any, turn: Turn) -> bool:
+        goes_on = super().advance(state, turn)
+        self.on_turn(state, turn)
+        return goes_on
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file; ValueError for a file that is empty, binary or in an unknown encoding."""
+    data = Path(path).read_bytes()
+    if data.startswith(b"%PDF-"):
+        text = read_pdf(path)
+    else:
+        encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        if encoding != "utf-16" and b"\0" in data:
+            raise ValueError(f"{path} is a binary file (it has a zero byte): expected text, Markdown, code or PDF")
+        try:
+            text = data.decode(encoding)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is no {error.encoding.upper()} text (byte {error.start} is {data[error.start]:#04x}): "
+                "convert it to UTF-8 first"
+            ) from error
+    if not text.strip():
+        raise ValueError(f"{path} has no text in it: expected at least one word")
+    return text
+
+
+def read_pdf(path: str) -> str:
+    """Return the text of all pages; ValueError where pypdf is missing or cannot read the file."""
+    try:
+        import pypdf
+    except ImportError as error:
+        raise ValueError(f"{path} is a PDF: `pip install pypdf`, or convert it to text") from error
+    try:
+        return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
+    except pypdf.errors.PyPdfError as error:
+        raise ValueError(f"{path} is a PDF that pypdf cannot read ({error}): convert it to text") from error
+
+
+def describe(state: Any, turn: Turn, seconds: float) -> dict[str, Any]:
+    """Return one turn for the trace; the answer turn has chunk None."""
+    decision = turn.decision
+    return {
+        "chunk": turn.step,
+        "parsed": state.answer is not None if turn.step is None else decision is not None,
+        "check": decision and decision.check,
+        "exit": decision and decision.exit,
+        "candidate": decision and decision.candidate,
+        "memory": state.memory,
+        "memory_tokens": state.memory_tokens,
+        "memory_cut": turn.memory_cut,
+        "text": turn.text,
+        "finish_reason": turn.finish_reason,
+        "prompt_tokens": len(turn.prompt_ids),
+        "completion_tokens": len(turn.completion_ids),
+        "seconds": round(seconds, 3),
+    }
+
+
+def show(console: Console, entry: dict[str, Any], chunks: int) -> None:
+    """Print the gates of one chunk turn, and the memory where it was written."""
+    if entry["chunk"] is None:
+        return
+    if not entry["parsed"]:
+        gates = f"[red]unparsed[/] ({entry['finish_reason']}), memory kept"
+    else:
+        check, leaves = "[green]yes[/]" if entry["check"] else "no", "[yellow]end[/]" if entry["exit"] else "continue"
+        gates = f"update {check}  next {leaves}"
+    console.print(f"[bold]chunk {entry['chunk']}/{chunks}[/]  {gates}  memory {entry['memory_tokens']} tokens")
+    if entry["check"]:
+        console.print(f"  {escape(entry['memory'])}", style="cyan", highlight=False)
+
+
+@dataclass
+class Reading:
+    """A document cut into chunks, and who reads it."""
+
+    options: ReadArguments
+    config: Any
+    tokenizer: Any
+    engine: Any
+    row: dict[str, Any]
+
+    @classmethod
+    def prepare(cls, options: ReadArguments) -> "Reading":
+        """Check file, server, model and lengths; ValueError or ServerError says what is wrong."""
+        for name in ("base_url", "model", "document", "question"):
+            if not (getattr(options, name) or "").strip():
+                raise ValueError(f"--{name} is missing")
+        text = read_text(options.document)
+        server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
+        served = Served.find(server, options.model)
+        fill_in(options, DEFAULTS, options.adapter or served.adapter_folder)
+        tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
+        config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
+        ends = eos_ids(tokenizer, generation_config(served.weights))
+        engine = connect(server, options.model, tokenizer, config, ends, options.api)
+        config.max_prompt_length = engine.prompt_limit
+        chunks = [{"text": chunk["text"]} for chunk in chunk_document(text, [], tokenizer, config.chunk_size)]
+        row = {"id": options.document, "question": options.question, "answers": [], "chunks": chunks}
+        reading = cls(options, config, tokenizer, engine, row)
+        check_rows(reading.workflow(lambda state, turn: None), [row], "document", config)
+        return reading
+
+    def workflow(self, on_turn: Callable[[Any, Turn], None]) -> Watched:
+        """Return a bound workflow."""
+        options = self.options
+        assert options.layout is not None
+        given = {"layout": options.layout, "instruction": options.instruction, "exit_gate": not options.ignore_exit}
+        workflow = Watched(on_turn, **given)
+        workflow.bind(self.tokenizer, self.config)
+        return workflow
+
+    def report(self, trace: list[dict[str, Any]], answer: str | None, seconds: float, **ended: Any) -> dict[str, Any]:
+        """Return what --json prints."""
+        last = trace[-1] if trace else {"memory": INITIAL_MEMORY}
+        return {
+            "document": self.options.document,
+            "question": self.options.question,
+            "model": self.options.model,
+            "api": "completions" if isinstance(self.engine, VllmEngine) else "chat",
+            "answer": answer,
+            "memory": last["memory"],
+            "chunks": len(self.row["chunks"]),
+            "chunks_read": sum(entry["chunk"] is not None for entry in trace),
+            "seconds": round(seconds, 3),
+            **ended,
+            "turns": trace,
+        }
+
+
+def read(reading: Reading, console: Console) -> tuple[dict[str, Any], int]:
+    """Read the document; returns report and exit status, also where Ctrl-C or a dying server ended it early."""
+    chunks, trace, started = len(reading.row["chunks"]), [], time.perf_counter()
+    answer, error, status = None, None, 0
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("reading", total=chunks)
+
+        def on_turn(state: Any, turn: Turn) -> None:
+            trace.append(describe(state, turn, time.perf_counter() - started))
+            progress.update(task, advance=turn.step is not None)
+            show(progress.console, trace[-1], chunks)
+
+        try:
+            workflow, seed = reading.workflow(on_turn), reading.config.eval_seed
+            answer = collect(workflow, reading.engine, reading.tokenizer, [reading.row], [0], [0], seed, 0)[0].answer
+        except KeyboardInterrupt:
+            error, status = "interrupted", INTERRUPTED
+        except (ServerError, RefusedRequest) as fault:
+            error, status = str(fault), 1
+    return reading.report(trace, answer, time.perf_counter() - started, error=error), status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read, show how, and print the answer; the status is 0 also where the model gave none."""
+    parser = TrlParser([ReadArguments])  # type: ignore[list-item]
+    (options,) = parser.parse_args_and_config(arguments)
+    with setting_up():
+        reading = Reading.prepare(options)
+    console = Console(quiet=options.json, highlight=False)
+    report, status = read(reading, console)
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False, indent=2))
+    read_chunks = f"{report['chunks_read']} of {report['chunks']} chunks in {report['seconds']:.1f} seconds"
+    if report["error"] is not None:
+        print(f"error: {report['error']} after {read_chunks}", file=sys.stderr)
+        return status
+    answer = "none (no answer in \\boxed{})" if report["answer"] is None else report["answer"]
+    console.print(f"read {read_chunks}\n[bold]answer:[/] {escape(answer)}")
+    return status
+
+
+if __name__ == "__main__":
+    run_script(main)
