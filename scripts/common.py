@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -115,8 +116,11 @@ def empty_model(options: ModelConfig) -> PreTrainedModel:
     """Return the model without its weights (on the meta device), for counting."""
     name: Any = options.model_name_or_path
     config = AutoConfig.from_pretrained(name, revision=options.model_revision)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    if kind is None:
+        raise ValueError(f"--model_name_or_path is {name!r}, a {config.model_type}: expected a causal language model")
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        return kind(config)  # not from_config, which under ZeRO-3 cuts up weights that are not there
 
 
 def trained_options(adapter: str | None) -> dict[str, Any]:

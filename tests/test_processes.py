@@ -243,7 +243,7 @@ STAGES = {  # each with an engine of its own
         "zero2:lower",
         "zero3:lower",
     ],
-    "FSDP": ["fsdp2:full,lora,gated", *(f"fsdp2:{cases}" for cases in RESUMES), "fsdp2:lower"],
+    "FSDP": ["fsdp2:full,lora,gated,straight,stopped", "fsdp2:continued", "fsdp2:lower"],
 }
 
 

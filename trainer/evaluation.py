@@ -218,8 +218,8 @@ def evaluate_policy(
     metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     if reference is not None:
         assert policy is not None
-        share = getattr(engine, "share_prefix", False)  # where the model itself sampled and knows whether it can
-        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config, share)
+        sharing = getattr(engine, "share_prefix", False)  # where the model itself sampled and knows whether it can
+        metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config, sharing)
     return Evaluation(
         trajectories=trajectories,
         metrics=metrics,

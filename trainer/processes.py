@@ -136,8 +136,9 @@ def _hooks_off(model: nn.Module) -> Iterator[None]:
     tables = [table for module in model.modules() for table in (module._forward_pre_hooks, module._forward_hooks)]
     before = [dict(table) for table in tables]
     for table in tables:
-        for key in [key for key, hook in table.items() if hook.__module__.startswith("torch.distributed.fsdp")]:
-            del table[key]
+        for key, hook in list(table.items()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
+                del table[key]
     try:
         yield
     finally:
