@@ -19,7 +19,14 @@ from tiny import adapted_model, save_base, tiny_model, word_tokenizer
 from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from turngrpo.trainer.adapters import export_adapter, export_checkpoint, merge_version, next_version, read_version
+from turngrpo.trainer.adapters import (
+    check_name,
+    export_adapter,
+    export_checkpoint,
+    merge_version,
+    next_version,
+    read_version,
+)
 
 CORPUS = {"name": "tiny corpus", "digest": "ab12", "label_source": "model", "kappa": 0.71}
 TOKENS = torch.arange(4, 12)[None]
@@ -104,10 +111,16 @@ def test_a_version_that_was_changed_is_refused(trained, tmp_path, file, content,
         read_version(path)
 
 
-@pytest.mark.parametrize("name", ["..", ".hidden", "two\nlines", "-merge"])
-def test_a_name_that_is_no_folder_name_is_refused(trained, tmp_path, name):
+@pytest.mark.parametrize("name", ["..", "a/b", ".hidden", "two\nlines", "-merge", ""])
+def test_a_name_that_is_no_folder_name_is_refused(name):
     with pytest.raises(ValueError, match="the adapter's name is"):
-        export_adapter(*trained, tmp_path / "a" / "b" / ".." / name if name != ".." else "/")
+        check_name(name)
+    check_name("reader v2.1")
+
+
+def test_a_folder_whose_name_is_none_is_not_made(trained, tmp_path):
+    with pytest.raises(ValueError, match="the adapter's name is '.hidden'"):
+        export_adapter(*trained, tmp_path / "adapters" / ".hidden")
     assert list(tmp_path.iterdir()) == []
 
 
