@@ -106,7 +106,7 @@ class ServedAdapter:
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         try:
             server.ask("/v1/load_lora_adapter", body, retry=False)
-        except (RefusedRequest, ServerError) as error:
+        except RefusedRequest as error:
             if "already been loaded" in str(error):
                 return
             rank = self.model.peft_config[TRAINED].r
