@@ -132,7 +132,7 @@ class VllmEngine:
     """Samples on vLLM servers from token-id prompts, and records the sampled ids with their log-probabilities.
 
     It asks for the model `model`, or with `adapter` for the CURRENT adapter, which `refresh` pushes. The requests of a
-    group go to one server one after the other, so that its prefix cache holds what they share. A request's seed is a
+    group go together to one server, whose prefix cache holds what they share. A request's seed is a
     function of its noise key.
     """
 
