@@ -33,8 +33,8 @@ FULL_SUPPORT = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-# Of a 135M model float32 differs by 1e-4 and bfloat16 by 0.2; other weights or raw logits differ by whole units.
-PROBE_TOLERANCE = 0.5
+# Of a 135M model float32 differs by 5e-5 and bfloat16 by up to 0.6; other weights or raw logits by whole units.
+PROBE_TOLERANCE = 1.0
 PROBE_TEXT = "<section>\nThe 3 codes of <b>Zürich</b>: 42, 7 and 1999.\n</section>\n"
 CLEAN_UP_TIMEOUT = 5.0
 
