@@ -148,7 +148,7 @@ class Served:
     base: str | None
     adapter_folder: str | None
     tokenizer: str
-    weights: str
+    weights: str | None  # of a listed model or of its base
 
     @classmethod
     def find(cls, server: Server, model: str) -> "Served":
@@ -157,13 +157,16 @@ class Served:
         card = known.get(model, {})
         base = card.get("parent")
         folders = [known.get(name or "", {}).get("root") or name or "" for name in (model, base)]
-        here = [folder for folder in folders if Path(folder, "tokenizer_config.json").is_file()]
+        here = [folder for folder in folders if folder and Path(folder, "tokenizer_config.json").is_file()]
         adapter = folders[0] if base and Path(folders[0]).is_dir() else None
-        return cls(base, adapter, here[0] if here else base or model, folders[1] if base else folders[0])
+        weights = (folders[1] if base else folders[0]) if model in known else None
+        return cls(base, adapter, here[0] if here else base or model, weights)
 
 
-def generation_config(name: str) -> GenerationConfig | None:
+def generation_config(name: str | None) -> GenerationConfig | None:
     """Return the generation config of a model's folder or name, where it has one: it names more ends of text."""
+    if name is None:
+        return None
     try:
         return GenerationConfig.from_pretrained(name)
     except (OSError, ValueError):  # no such folder or name, or none that could be one

@@ -43,6 +43,7 @@ class ModelServer(ThreadingHTTPServer):
             "max_model_len": 512,
             "logprobs_mode": "raw_logprobs",
             "token_ids": True,
+            "lists_models": True,
             "api_key": None,
             "delay": 0.0,
             "failures": 0,
@@ -147,6 +148,8 @@ class ModelServer(ThreadingHTTPServer):
     # ---- routes ----
 
     def models(self, body):
+        if not self.options.lists_models:
+            raise Refusal(500, "Internal Server Error")  # as transformers serve without a cache folder
         cards = [{"id": self.base, "object": "model", "root": self.base, "parent": None}]
         if self.options.token_ids:
             cards[0]["max_model_len"] = self.options.max_model_len

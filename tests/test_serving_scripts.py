@@ -106,7 +106,7 @@ def test_json_holds_the_trace_and_the_prompts_are_those_of_training(model, docum
 
 
 def test_a_server_without_token_ids_is_asked_by_messages(model, document, capsys):
-    with serving(model, token_ids=False) as server:
+    with serving(model, token_ids=False, lists_models=False) as server:
         assert read_document.main(arguments(server, document, "--json")) == 0
         (content,) = {body["messages"][0]["content"] for body in server.asked[1:2]}
     report = json.loads(capsys.readouterr().out)

@@ -179,7 +179,7 @@ def test_a_gated_iteration_and_the_adapter_after_it(server, model, tmp_path):
     new = served_logprobs(server, trainer.engine.model, ids)
     moved, gap = float((new - old).abs().max()), float((new - local_logprobs(trainer.model, ids)).abs().max())
     print(f"the update moved a fixed text by {moved:.4f}; served and local differ by {gap:.2e}")
-    assert gap <= TOLERANCE and moved > 5 * gap
+    assert gap <= TOLERANCE and moved > (5 if DTYPE == "float32" else 1) * gap
     served = [card["id"] for card in httpx.get(f"{server}/v1/models").json()["data"]]
     assert trainer.engine.model in served and before not in served
     prompt_tokens = sum(len(row["prompt_ids"]) for row in rows)

@@ -25,7 +25,7 @@ class ServerError(ConnectionError):
 
 
 class RefusedRequest(ValueError):
-    """What a server answered (status 4xx) instead of doing what it was asked; `reason` is its own words."""
+    """What a server answered instead of doing what it was asked; `reason` is its own words."""
 
     def __init__(self, url: str, status: int, reason: str):
         super().__init__(f"{url} refused (HTTP {status}): {reason}")
@@ -86,8 +86,8 @@ class Session:
     async def ask(self, path: str, body: dict[str, Any] | None = None, retry: bool = True) -> Any:
         """Return the JSON (or text) that the server answers to a GET, or with a body to a POST.
 
-        Raises RefusedRequest for status 4xx and ServerError as `Server` says; `retry` False takes the first answer,
-        whatever its status.
+        Raises RefusedRequest for a status that asking again does not change (with `retry` False for any that is no
+        success) and ServerError as `Server` says.
         """
         url, deadline = self.server.base_url + path, None
         for attempt in itertools.count():
@@ -101,11 +101,9 @@ class Session:
             else:
                 if response.is_success:
                     return response.json() if "json" in response.headers.get("content-type", "") else response.text
-                if response.status_code not in RETRIED:
+                if response.status_code not in RETRIED or not retry:
                     raise RefusedRequest(url, response.status_code, _reason(response))
                 problem = f"HTTP {response.status_code}: {_reason(response)}"
-                if not retry:
-                    raise ServerError(f"{url} failed: {problem}")
             now = time.monotonic()
             if deadline is None:
                 deadline = now + self.server.patience

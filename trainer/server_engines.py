@@ -108,9 +108,9 @@ def connect(server: Server, model: str, tokenizer: Any, config: Any, eos_ids: Se
 
 
 def served_models(server: Server) -> list[dict[str, Any]]:
-    """Return the cards of all models that a server lists; none where it has no such list."""
+    """Return the cards of all models that a server lists; none where it has no such list or fails to make it."""
     with contextlib.suppress(RefusedRequest):
-        return server.ask("/v1/models").get("data") or []
+        return server.ask("/v1/models", retry=False).get("data") or []
     return []
 
 

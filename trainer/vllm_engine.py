@@ -33,9 +33,8 @@ FULL_SUPPORT = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-PROBE_TOLERANCE = (
-    0.5  # float32 differs by 1e-4, bfloat16 by 0.2 (135M model); other weights or raw logits by whole units
-)
+# Of a 135M model float32 differs by 5e-5 and bfloat16 by up to 0.6; other weights or raw logits by whole units.
+PROBE_TOLERANCE = 1.0
 PROBE_TEXT = "<section>\nThe 3 codes of <b>Zürich</b>: 42, 7 and 1999.\n</section>\n"
 CLEAN_UP_TIMEOUT = 5.0
 
@@ -106,7 +105,7 @@ class ServedAdapter:
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         try:
             server.ask("/v1/load_lora_adapter", body, retry=False)
-        except (RefusedRequest, ServerError) as error:
+        except RefusedRequest as error:
             if "already been loaded" in str(error):
                 return
             rank = self.model.peft_config[TRAINED].r
@@ -133,7 +132,7 @@ class VllmEngine:
     """Samples on vLLM servers from token-id prompts, and records the sampled ids with their log-probabilities.
 
     It asks for the model `model`, or with `adapter` for the CURRENT adapter, which `refresh` pushes. The requests of a
-    group go to one server one after the other, so that its prefix cache holds what they share. A request's seed is a
+    group go together to one server, whose prefix cache holds what they share. A request's seed is a
     function of its noise key.
     """
 
