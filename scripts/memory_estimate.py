@@ -21,7 +21,7 @@ from turngrpo.trainer import TurnGRPOConfig
 from turngrpo.trainer.exact_kl import TILE_ELEMENTS
 
 RECIPE = Path(__file__).parent / "recipes" / "qwen2.5_3b.yaml"
-QWEN2_5_3B = {
+QWEN2_5_3B: dict[str, Any] = {
     "num_hidden_layers": 36,
     "hidden_size": 2048,
     "num_attention_heads": 16,
