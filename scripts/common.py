@@ -116,8 +116,8 @@ def empty_model(options: ModelConfig) -> PreTrainedModel:
     """Return the model without its weights (on the meta device), for counting."""
     name: Any = options.model_name_or_path
     config = AutoConfig.from_pretrained(name, revision=options.model_revision)
-    models: Any = MODEL_FOR_CAUSAL_LM_MAPPING
-    kind = models.get(type(config), None)
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = kinds.get(type(config), None)
     if kind is None:
         raise ValueError(f"--model_name_or_path is {name!r}, a {config.model_type}: expected a causal language model")
     with torch.device("meta"):

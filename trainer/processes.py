@@ -150,11 +150,8 @@ def _hooks_off(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _gathered_shards(model: nn.Module) -> Iterator[None]:
     """Put whole parameters in the place of DTensors; the gradient that one holds in the end goes to its shards."""
-    shards: dict[Any, nn.Parameter] = {
-        p: nn.Parameter(p.full_tensor().detach(), requires_grad=p.requires_grad)
-        for p in model.parameters()
-        if isinstance(p, DTensor)
-    }
+    cut: list[Any] = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
+    shards = {p: nn.Parameter(p.detach().full_tensor(), requires_grad=p.requires_grad) for p in cut}
     try:
         with _in_place_of(model, shards):
             yield
