@@ -208,9 +208,11 @@ def test_a_living_export_is_left_alone_and_waited_for(trained, tmp_path):
     os.waitpid(first, os.WUNTRACED)
     second = child(lambda: export_adapter(*trained, folder))
     time.sleep(0.5)
-    assert os.waitpid(second, os.WNOHANG) == (0, 0)
-    assert (folder / ".partial" / "adapter_model.safetensors").exists() and versions(folder) == [".partial"]
-    os.kill(first, signal.SIGCONT)
+    try:
+        assert os.waitpid(second, os.WNOHANG) == (0, 0)
+        assert (folder / ".partial" / "adapter_model.safetensors").exists() and versions(folder) == [".partial"]
+    finally:
+        os.kill(first, signal.SIGCONT)
     assert [os.waitpid(pid, 0)[1] for pid in (first, second)] == [0, 0]
     assert versions(folder) == ["latest", "v0001", "v0002"]
     assert os.readlink(folder / "latest") == "v0002"
