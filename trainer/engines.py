@@ -96,9 +96,9 @@ def probe_requests(vocabulary: int) -> list[Request]:
     ]
 
 
-def recorded_gap(engine: Engine, policy: Policy, requests: Sequence[Request]) -> float:
-    """Return the largest difference of what an engine records from the policy's own logits in a plain pass per row."""
-    gap = 0.0
+def recorded_gaps(engine: Engine, policy: Policy, requests: Sequence[Request]) -> torch.Tensor:
+    """Return |recorded - the policy's own in a plain pass per row| of every token an engine samples, inf for NaN."""
+    gaps = []
     device = next(policy.model.parameters()).device
     completions = engine.generate(requests)
     with evaluating(policy.model), policy.autocast():
@@ -108,9 +108,8 @@ def recorded_gap(engine: Engine, policy: Policy, requests: Sequence[Request]) ->
             logits = policy.model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1]
             expected = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
             recorded = torch.tensor(completion.logprobs, device=device)
-            difference = (expected[torch.arange(count), ids[0, -count:]] - recorded).abs().max()
-            gap = max(gap, float(difference)) if torch.isfinite(difference) else float("inf")
-    return gap
+            gaps.append((expected[torch.arange(count), ids[0, -count:]] - recorded).abs())
+    return torch.cat(gaps).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @dataclass
@@ -197,7 +196,7 @@ class TransformersEngine:
         probe = copy.copy(self)
         probe.max_new_tokens, probe.temperature, probe.top_p, probe.eos_ids = 3, 1.0, 1.0, []
         probe.counts, probe.max_prompt_length = TokenCounts(), None
-        return recorded_gap(probe, self.policy, probe_requests(self.policy.head().weight.shape[0]))
+        return float(recorded_gaps(probe, self.policy, probe_requests(self.policy.head().weight.shape[0])).max())
 
     def _pack(self, groups: list[list[int]], prompts: list[list[int]]) -> list[list[list[int]]]:
         """Put groups of like prompt length together, as many at once as the token budget of the cache holds.

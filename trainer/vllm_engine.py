@@ -19,7 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from .adapters import TRAINED
-from .engines import TokenCounts, check_prompts, probe_requests, recorded_gap
+from .engines import TokenCounts, check_prompts, probe_requests, recorded_gaps
 from .policy import Policy
 from .rollout import Completion, NoiseKey, Request
 from .scoring import tensors_digest
@@ -33,8 +33,9 @@ FULL_SUPPORT = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
 }
-# Of a 135M model float32 differs by 5e-5 and bfloat16 by up to 0.6; other weights or raw logits by whole units.
-PROBE_TOLERANCE = 1.0
+# In the mean a 135M model differs by 1e-5 in float32 and 0.05 in bfloat16 (single tokens by 0.6), other weights or raw
+# logits by far more.
+PROBE_TOLERANCE = 0.2
 PROBE_TEXT = "<section>\nThe 3 codes of <b>Zürich</b>: 42, 7 and 1999.\n</section>\n"
 CLEAN_UP_TIMEOUT = 5.0
 
@@ -223,12 +224,12 @@ class VllmEngine:
         probe = copy.copy(self)
         probe.max_new_tokens, probe.temperature, probe.top_p, probe.eos_ids = 3, 1.0, 1.0, []
         probe.counts = TokenCounts()
-        gap = recorded_gap(probe, policy, probe_requests(policy.head().weight.shape[0]))
+        gap = float(recorded_gaps(probe, policy, probe_requests(policy.head().weight.shape[0])).mean())
         if not gap <= PROBE_TOLERANCE:
             served = [card["id"] for server in self.servers for card in base_models(server)]
             raise ValueError(
                 f"log-probabilities of the served model ({served}) differ from those of the model in training by "
-                f"{gap:.3g}, expected at most {PROBE_TOLERANCE}: serve the same base weights, with "
+                f"{gap:.3g} in the mean, expected at most {PROBE_TOLERANCE}: serve the same base weights, with "
                 "--logprobs-mode raw_logprobs (vLLM's default)"
             )
 
