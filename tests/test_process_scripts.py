@@ -108,7 +108,8 @@ def test_train_on_two_processes_is_train_on_one(name, kind, more, train):
 def test_train_on_two_processes_writes_everything_once(train):
     (one, _), (two, _) = train("cpu", 1), train("cpu_2proc", 2)
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
-    assert [path.name for path in (two / "adapters" / two.name).iterdir()] == ["v0001"]
+    exported = sorted(path.name for path in (two / "adapters" / two.name).iterdir())
+    assert exported == [".lock", "latest", "v0001"]
     for iteration in (0, 1):
         files = [f"iteration_{iteration:05d}{suffix}.parquet" for suffix in ("", "_process1")]
         parts = [pq.read_table(two / "rollouts" / name)["id"].to_pylist() for name in files]
