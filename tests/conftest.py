@@ -1,5 +1,9 @@
-"""One thread for every test: on busy cores two threads that wait for each other took tiny models ten times as long."""
+"""One thread for every test and its processes: two threads on busy cores that wait for each other take ten times as long."""
 
-import torch
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
