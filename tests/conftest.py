@@ -1,4 +1,4 @@
-"""One thread for every test and its processes: two threads on busy cores that wait for each other take ten times as long."""
+"""One thread for every test and its processes: two that wait for each other on busy cores take ten times as long."""
 
 import os
 
