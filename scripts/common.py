@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,39 @@ def empty_model(options: ModelConfig) -> PreTrainedModel:
         raise ValueError(f"--model_name_or_path is {name!r}, a {config.model_type}: expected a causal language model")
     with torch.device("meta"):
         return kind(config)  # not from_config, which under ZeRO-3 cuts up weights that are not there
+
+
+def option(default: Any, text: str) -> Any:
+    """Return the dataclass field of a command-line option."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class ReadingOptions:
+    """How a served or loaded model reads; what is left out is filled in by `fill_in`."""
+
+    layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
+    instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    chunk_size: int | None = option(None, "Tokens per chunk of a whole document; 5000.")
+    max_prompt_length: int | None = option(None, "Longest prompt in tokens; 8192.")
+    max_completion_length: int | None = option(None, "Longest completion in tokens; 2048.")
+    max_memory_tokens: int | None = option(None, "Longest memory in tokens; 1024.")
+    eval_temperature: float | None = option(None, "Sampling temperature, 0 for greedy; 1.")
+    eval_top_p: float | None = option(None, "Nucleus, in (0, 1]; 0.7.")
+    eval_seed: int | None = option(None, "Seed of the sampling noise, and of a bootstrap; 0.")
+
+
+READING_DEFAULTS: dict[str, Any] = {
+    "layout": None,
+    "instruction": None,
+    "chunk_size": 5000,
+    "max_prompt_length": 8192,
+    "max_completion_length": 2048,
+    "max_memory_tokens": 1024,
+    "eval_temperature": 1.0,
+    "eval_top_p": 0.7,
+    "eval_seed": 0,
+}
 
 
 def trained_options(adapter: str | None) -> dict[str, Any]:

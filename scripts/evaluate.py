@@ -26,8 +26,10 @@ from typing import Any
 from accelerate import PartialState
 from common import (
     PATIENCE,
+    READING_DEFAULTS,
     TRAJECTORY_REWARDS,
     TURN_REWARDS,
+    ReadingOptions,
     Served,
     evaluation_config,
     fill_in,
@@ -36,6 +38,7 @@ from common import (
     load_model,
     load_tokenizer,
     make_workflow,
+    option,
     read_corpus,
     run_script,
     sample_rows,
@@ -59,60 +62,34 @@ from turngrpo.trainer.server import Server
 from turngrpo.trainer.server_engines import connect
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class EvaluateArguments:
+class EvaluateArguments(ReadingOptions):
     """What to evaluate on what, and where the numbers go."""
 
-    model: str = _option(None, "Model folder or name on the Hub; with --base_url a name that the server lists.")
-    corpus: str = _option(None, "Corpus file.")
-    output: str = _option(None, "JSON file to write; an existing one is replaced.")
-    adapter: str | None = _option(None, "Adapter folder; with --base_url only its manifest is read.")
-    base_url: str | None = _option(None, "OpenAI-compatible server that samples, as in http://localhost:8000.")
-    api: str = _option("auto", "How to ask it: completions (token ids), chat (text), or auto.")
-    tokenizer: str | None = _option(None, "Tokenizer folder or name, with --base_url.")
-    concurrency: int = _option(16, "Requests open at once, with --base_url; >= 1.")
-    revision: str = _option("main", "Revision of the model.")
-    dtype: str = _option("auto", "Precision of the weights: auto, float32, bfloat16 or float16.")
-    split: str = _option("validation", "validation or train.")
-    validation_fraction: float | None = _option(None, "Share of the projects that are held out; 0.1.")
-    split_seed: int | None = _option(None, "Seed of the split by project; 0.")
-    rows: int | None = _option(None, "Only a sample of so many rows.")
-    members: int = _option(1, "Readings of every row, >= 1.")
-    workflow: str | None = _option(None, "gated or memagent; gated.")
-    layout: str | None = _option(None, "chunk_first or memory_first; the workflow's own when left out.")
-    instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own when left out.")
-    compare_base: bool = _option(False, "Also without the adapter, with the paired difference.")
-    ignore_exit: bool = _option(False, "Also with the exit gate ignored.")
-    trivial_policies: bool = _option(False, "Also with forced gates: always no, always yes, to the end, stop at once.")
+    model: str = option(None, "Model folder or name on the Hub; with --base_url a name that the server lists.")
+    corpus: str = option(None, "Corpus file.")
+    output: str = option(None, "JSON file to write; an existing one is replaced.")
+    adapter: str | None = option(None, "Adapter folder; with --base_url only its manifest is read.")
+    base_url: str | None = option(None, "OpenAI-compatible server that samples, as in http://localhost:8000.")
+    api: str = option("auto", "How to ask it: completions (token ids), chat (text), or auto.")
+    tokenizer: str | None = option(None, "Tokenizer folder or name, with --base_url.")
+    concurrency: int = option(16, "Requests open at once, with --base_url; >= 1.")
+    revision: str = option("main", "Revision of the model.")
+    dtype: str = option("auto", "Precision of the weights: auto, float32, bfloat16 or float16.")
+    split: str = option("validation", "validation or train.")
+    validation_fraction: float | None = option(None, "Share of the projects that are held out; 0.1.")
+    split_seed: int | None = option(None, "Seed of the split by project; 0.")
+    rows: int | None = option(None, "Only a sample of so many rows.")
+    members: int = option(1, "Readings of every row, >= 1.")
+    workflow: str | None = option(None, "gated or memagent; gated.")
+    compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
+    ignore_exit: bool = option(False, "Also with the exit gate ignored.")
+    trivial_policies: bool = option(False, "Also with forced gates: always no, always yes, to the end, stop at once.")
     reward_funcs: list[str] = field(default_factory=lambda: ["answer_reward", "exit_reward", "format_reward"])
     turn_reward_funcs: list[str] = field(default_factory=lambda: ["update_reward"])
-    chunk_size: int | None = _option(None, "Tokens per chunk where the corpus holds whole documents; 5000.")
-    max_prompt_length: int | None = _option(None, "Longest prompt in tokens; 8192.")
-    max_completion_length: int | None = _option(None, "Longest completion in tokens; 2048.")
-    max_memory_tokens: int | None = _option(None, "Longest memory in tokens; 1024.")
-    eval_temperature: float | None = _option(None, "Sampling temperature, 0 for greedy; 1.")
-    eval_top_p: float | None = _option(None, "Nucleus, in (0, 1]; 0.7.")
-    eval_seed: int | None = _option(None, "Seed of the sampling noise, and of the bootstrap; 0.")
 
 
-DEFAULTS: dict[str, Any] = {
-    "validation_fraction": 0.1,
-    "split_seed": 0,
-    "workflow": "gated",
-    "layout": None,
-    "instruction": None,
-    "chunk_size": 5000,
-    "max_prompt_length": 8192,
-    "max_completion_length": 2048,
-    "max_memory_tokens": 1024,
-    "eval_temperature": 1.0,
-    "eval_top_p": 0.7,
-    "eval_seed": 0,
-}
+DEFAULTS = {"validation_fraction": 0.1, "split_seed": 0, "workflow": "gated"} | READING_DEFAULTS
 
 
 def check_options(options: EvaluateArguments) -> None:

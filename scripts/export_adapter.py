@@ -13,11 +13,10 @@ version that was exported before, which is then merged or pushed as it is. A new
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from common import run_script, setting_up
+from common import option, run_script, setting_up
 from reporting import make_console
 from trl import TrlParser
 
@@ -26,22 +25,18 @@ from turngrpo.trainer.adapters import MANIFEST, check_name, export_checkpoint, f
 from turngrpo.trainer.hub import check_push, push_version
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class ExportArguments:
     """What to export, under which name, and what to do with it."""
 
-    checkpoint: str = _option(None, "Folder: a checkpoint-N, a run's output_dir, or an exported version.")
-    name: str | None = _option(None, "Name of the adapter; the run's folder's when left out.")
-    adapters_dir: str | None = _option(None, "Folder that gets NAME/v0001; adapters/ of the run when left out.")
-    corpus: str | None = _option(None, "Corpus file it was trained on; the one that the checkpoint names.")
-    metrics: str | None = _option(None, "summary.json of train.py or the JSON file of evaluate.py, for the card.")
-    merge: bool = _option(False, "Also write base and adapter merged, for servers without LoRA.")
-    push_to_hub: str | None = _option(None, "Repository on the Hub, as in owner/name.")
-    private: bool = _option(True, "Make the repository private where it is new.")
+    checkpoint: str = option(None, "Folder: a checkpoint-N, a run's output_dir, or an exported version.")
+    name: str | None = option(None, "Name of the adapter; the run's folder's when left out.")
+    adapters_dir: str | None = option(None, "Folder that gets NAME/v0001; adapters/ of the run when left out.")
+    corpus: str | None = option(None, "Corpus file it was trained on; the one that the checkpoint names.")
+    metrics: str | None = option(None, "summary.json of train.py or the JSON file of evaluate.py, for the card.")
+    merge: bool = option(False, "Also write base and adapter merged, for servers without LoRA.")
+    push_to_hub: str | None = option(None, "Repository on the Hub, as in owner/name.")
+    private: bool = option(True, "Make the repository private where it is new.")
 
 
 def read_metrics(path: Path) -> tuple[dict[str, float], dict[str, float]]:

@@ -15,17 +15,20 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common import (
     PATIENCE,
+    READING_DEFAULTS,
+    ReadingOptions,
     Served,
     evaluation_config,
     fill_in,
     generation_config,
     load_tokenizer,
+    option,
     run_script,
     setting_up,
 )
@@ -44,49 +47,24 @@ from turngrpo.trainer.server import RefusedRequest, Server, ServerError
 from turngrpo.trainer.server_engines import VllmEngine, connect
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
-DEFAULTS: dict[str, Any] = {
-    "layout": "chunk_first",
-    "instruction": None,
-    "chunk_size": 5000,
-    "max_prompt_length": 8192,
-    "max_completion_length": 2048,
-    "max_memory_tokens": 1024,
-    "eval_temperature": 1.0,
-    "eval_top_p": 0.7,
-    "eval_seed": 0,
-}
-
-
+DEFAULTS = READING_DEFAULTS | {"layout": "chunk_first"}
 CONFIG = [name for name in DEFAULTS if name not in ("layout", "instruction")]
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
-class ReadArguments:
+class ReadArguments(ReadingOptions):
     """What to read with whom, and how."""
 
-    base_url: str = _option(None, "OpenAI-compatible server, as in http://localhost:8000.")
-    model: str = _option(None, "Name of the served adapter or model.")
-    document: str = _option(None, "File to read: text, Markdown, code, or PDF where pypdf is installed.")
-    question: str = _option(None, "What to answer.")
-    json: bool = _option(False, "Print one JSON object with answer and trace, and nothing else.")
-    ignore_exit: bool = _option(False, "Read to the end whatever the exit gate says.")
-    api: str = _option("auto", "How to ask: completions (token ids), chat (text), or auto.")
-    adapter: str | None = _option(None, "Adapter folder whose manifest gives options left out.")
-    tokenizer: str | None = _option(None, "Tokenizer folder or name; that of the served model when left out.")
-    answer_timeout: float = _option(600.0, "Seconds that the server may take for one turn, > 0.")
-    layout: str | None = _option(None, "chunk_first or memory_first; chunk_first.")
-    instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own.")
-    chunk_size: int | None = _option(None, "Tokens per chunk; 5000.")
-    max_prompt_length: int | None = _option(None, "Longest prompt in tokens; 8192.")
-    max_completion_length: int | None = _option(None, "Longest completion in tokens; 2048.")
-    max_memory_tokens: int | None = _option(None, "Longest memory in tokens; 1024.")
-    eval_temperature: float | None = _option(None, "Sampling temperature, 0 for greedy; 1.")
-    eval_top_p: float | None = _option(None, "Nucleus, in (0, 1]; 0.7.")
-    eval_seed: int | None = _option(None, "Seed of the sampling noise; 0.")
+    base_url: str = option(None, "OpenAI-compatible server, as in http://localhost:8000.")
+    model: str = option(None, "Name of the served adapter or model.")
+    document: str = option(None, "File to read: text, Markdown, code, or PDF where pypdf is installed.")
+    question: str = option(None, "What to answer.")
+    json: bool = option(False, "Print one JSON object with answer and trace, and nothing else.")
+    ignore_exit: bool = option(False, "Read to the end whatever the exit gate says.")
+    api: str = option("auto", "How to ask: completions (token ids), chat (text), or auto.")
+    adapter: str | None = option(None, "Adapter folder whose manifest gives options left out.")
+    tokenizer: str | None = option(None, "Tokenizer folder or name; that of the served model when left out.")
+    answer_timeout: float = option(600.0, "Seconds that the server may take for one turn, > 0.")
 
 
 class Watched(GatedMemory):

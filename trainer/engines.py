@@ -137,10 +137,8 @@ class TransformersEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Complete every request, in order; requests of one group share the computation of their common prefix."""
         prompts = [request.prompt_ids for request in requests]
-        reason = (
-            f"max_prompt_length={self.max_prompt_length}, and {self.max_new_tokens} new tokens must fit the model's"
-        )
-        check_prompts(requests, self._prompt_limit(), f"{reason} positions")
+        fit = f"{self.max_new_tokens} new tokens must fit the model's positions"
+        check_prompts(requests, self._prompt_limit(), f"max_prompt_length={self.max_prompt_length}, and {fit}")
         groups: dict[tuple[int, int], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault((request.key.group, request.key.turn), []).append(index)
