@@ -18,6 +18,7 @@ from .checks import check_arguments, check_model, check_rewards, check_rows, che
 from .engines import TokenCounts, TransformersEngine
 from .exporting import Exporting
 from .iteration import ScoredRollout, TrainingSlice, call_turn_rewards, objective_weights, score_rollout
+from .lora_layers import use_adapted_products
 from .losses import clipped_surrogate, k3_kl
 from .model_card import PAPER
 from .policy import Policy, zero_dropout
@@ -101,6 +102,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
             check_rows(workflow, dataset, name, self.args, self.model)
         zero_dropout(self.model)
+        use_adapted_products(self.model)
         if self.is_deepspeed_enabled and self.args.bf16:
             self.model.to(torch.bfloat16)  # as the engine will: reference and digests are of the weights that train
         if self.is_fsdp_enabled:
