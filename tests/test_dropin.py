@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,9 +86,27 @@ def test_args_none_and_every_positional_argument_are_trls(tmp_path, monkeypatch)
     assert type(trainer.args) is GRPOConfig
     assert trainer.args.output_dir == GRPOTrainer(model, length_reward, None, dataset, None, tokenizer).args.output_dir
     assert trainer._name == "GRPO" and trainer.eval_dataset is dataset and trainer.workflow is None
-    ours = inspect.signature(TurnGRPOTrainer.__init__).parameters
-    added = [name for name, p in ours.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert added == ["workflow", "turn_reward_funcs"]
+
+
+def test_signature_shows_trls_arguments_and_then_ours():
+    ours, theirs = inspect.signature(TurnGRPOTrainer).parameters, inspect.signature(GRPOTrainer).parameters
+    assert list(ours) == [*theirs, "workflow", "turn_reward_funcs"]
+    assert all(ours[name] == theirs[name] for name in theirs)
+    added = [ours["workflow"], ours["turn_reward_funcs"]]
+    assert [(p.kind.name, p.default) for p in added] == [("KEYWORD_ONLY", None)] * 2
+
+    class Narrower(TurnGRPOTrainer):
+        def __init__(self, model):
+            pass
+
+    assert list(inspect.signature(Narrower).parameters) == ["model"]
+
+
+def test_an_instance_without_init_has_no_workflow():
+    trainer = object.__new__(TurnGRPOTrainer)  # what trl's own tests do to reach one method
+    trainer.model, trainer._step, trainer._buffered_inputs = tiny_model(4), 1, ["first", "second"]
+    trainer.args, trainer.num_iterations = SimpleNamespace(steps_per_generation=2), 1
+    assert trainer._prepare_inputs("a batch") == "second"  # TRL's, at step 1 of 2
 
 
 def test_our_options_need_a_workflow(tmp_path):

@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
@@ -41,6 +41,19 @@ from .workflows import Workflow
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
 
 TurnRewardFunc = Callable[..., list[list[float | None]]]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def showing_arguments_of(base: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Let inspect.signature, by which launchers decide what to pass, see `base`'s arguments before a method's own."""
+
+    def decorate(method: Method) -> Method:
+        own = [p for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        theirs, shown = inspect.signature(base), cast(Any, method)
+        shown.__signature__ = theirs.replace(parameters=[*theirs.parameters.values(), *own])
+        return method
+
+    return decorate
 
 
 class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
@@ -50,6 +63,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     other arguments are GRPOTrainer's. Under a workflow every option that is not honoured raises ValueError by name.
     """
 
+    workflow: Workflow | None = None  # on the class too: tools make instances without __init__
     args: Any  # TurnGRPOConfig under a workflow
     model: Any
     ref_model: Any
@@ -60,6 +74,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     _buffered_inputs: Any
     _evaluation_rows: int | None = None  # of the evaluation set, where a batch may hold more
 
+    @showing_arguments_of(GRPOTrainer.__init__)
     def __init__(
         self,
         model: "str | PreTrainedModel | Any",
