@@ -206,7 +206,7 @@ def first_advantages(seed: int, alpha: float, turn_reward=update_reward) -> torc
     """(N,) advantages of the first rollout, which is the same for every alpha."""
     trainer = make_trainer(seed, alpha, turn_reward, max_steps=1)
     trainer.train()
-    return torch.tensor(trainer._logs["advantages"], dtype=torch.float64)
+    return trainer._buffered_inputs[0].rollout.advantages.double()
 
 
 ARMS: dict[str, Callable[[int], Outcome]] = {

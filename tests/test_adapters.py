@@ -13,9 +13,9 @@ from functools import partial
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from tiny import adapted_model, save_base, tiny_model, word_tokenizer
+from tiny import adapted_model, save_base, sharpen, tiny_model, word_tokenizer
 from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -341,3 +341,19 @@ def test_merged_weights_are_base_and_adapter(base_folder, tmp_path, lora):
     with pytest.raises(ValueError, match="there already"):
         merge_version(version)
     assert next_version(tmp_path / "mine") == "v0002"
+
+
+def test_merging_an_adapted_embedding_leaves_the_head_that_was_tied_to_it(tmp_path):
+    tokenizer, folder = word_tokenizer(), tmp_path / "base"
+    sharpen(tiny_model(len(tokenizer))).save_pretrained(folder)
+    model = get_peft_model(load(folder), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_()
+    merged = load(merge_version(export_adapter(model, tokenizer, tmp_path / "mine")))
+    assert not merged.config.tie_word_embeddings
+    assert torch.equal(merged.lm_head.weight, load(folder).lm_head.weight)
+    # With the merged embedding in the head's place logits would differ by more than 1.
+    wrong = merged.model(TOKENS).last_hidden_state @ merged.model.embed_tokens.weight.T
+    assert (logits(merged) - logits(model)).abs().max() < 1e-4 < 1 < (wrong - logits(model)).abs().max()

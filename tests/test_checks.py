@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from trl import GRPOConfig
 
 from turngrpo.trainer import GatedMemory, SingleTurn, TurnGRPOConfig
-from turngrpo.trainer.checks import check_arguments, check_model, check_rows
+from turngrpo.trainer.checks import check_adapters, check_arguments, check_model, check_rewards, check_rows
 from turngrpo.trainer.config import REFUSED
 
 # ---- options ----
@@ -189,6 +189,13 @@ def test_all_faults_are_named_at_once(config):
         ({"scale_rewards": "other"}, "scale_rewards='other'"),
         ({"temperature": 0.0}, "temperature=0.0: training samples"),
         ({"temperature": float("inf")}, "temperature=inf"),
+        ({"epsilon": -0.2}, "epsilon=-0.2: expected a finite number >= 0"),
+        ({"epsilon_high": float("nan")}, "epsilon_high=nan: expected"),
+        ({"beta": -0.001}, "beta=-0.001: expected"),
+        ({"beta": float("inf")}, "beta=inf: expected"),
+        ({"reward_weights": [1.0, float("nan")]}, r"reward_weights=\[1.0, nan\]: expected finite numbers"),
+        ({"turn_reward_weights": [float("inf")]}, r"turn_reward_weights=\[inf\]: expected finite numbers"),
+        ({"num_iterations": 0}, "num_iterations=0: a rollout is trained on once at least"),
         (
             {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
             "steps_per_generation=3 is not a multiple of gradient_accumulation_steps=2",
@@ -270,6 +277,63 @@ def test_models_that_are_refused():
     quantized.is_loaded_in_4bit = True
     with pytest.raises(ValueError, match="a quantized model is not honoured"):
         check_model(quantized, tokenizer, 0.1, False)
+    endless = word_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(ValueError, match="the tokenizer has no EOS token"):
+        check_model(model, endless, 0.1, False)
+
+
+def test_tokens_without_an_embedding_are_refused_where_prompts_can_hold_them():
+    tokenizer = word_tokenizer()
+    rows, model = len(tokenizer), tiny_model(len(tokenizer))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_model(model, tokenizer, 0.1, False)  # kept out of texts, and not in the template
+    with pytest.raises(ValueError, match=f"has 3 tokens without an embedding, .* has {rows} rows"):
+        tokenizer.add_tokens(["new", "words"])
+        tokenizer.chat_template += "<image>"
+        check_model(model, tokenizer, 0.1, False)
+    model.resize_token_embeddings(len(tokenizer))
+    check_model(model, tokenizer, 0.1, False)
+
+
+LORA = {"r": 2, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_4", "olora"])
+def test_an_adapter_that_changes_its_base_is_refused(start):
+    check_adapters("any", LoraConfig(**LORA))
+    config = LoraConfig(init_lora_weights=start, **LORA)
+    base = tiny_model(40)
+    before = base.model.layers[0].self_attn.q_proj.weight.clone()
+    adapted = get_peft_model(base, config)
+    after = adapted.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+    assert (after - before).abs().max() > 1e-3  # what a reference without the adapter would be
+    for model, given in (("any", config), (adapted, None)):
+        with pytest.raises(ValueError, match=f"init_lora_weights='{start}' or kasa_config changes the base weights"):
+            check_adapters(model, given)
+
+
+def test_the_trained_adapter_is_the_one_that_reference_and_export_take():
+    model = get_peft_model(tiny_model(40), LoraConfig(**LORA))
+    check_adapters(model, None)
+    model.add_adapter("second", LoraConfig(**LORA))
+    model.set_adapter("second")
+    with pytest.raises(ValueError, match=r"the active adapters are \['second'\], expected \['default'\]"):
+        check_adapters(model, None)
+    with pytest.raises(ValueError, match=r"the active adapters are \['mine'\]"):
+        check_adapters(get_peft_model(tiny_model(40), LoraConfig(**LORA), adapter_name="mine"), None)
+
+
+# ---- rewards ----
+
+
+def test_reward_functions_of_one_name_are_refused(config):
+    config.alpha = 1.0
+    check_rewards(config, SingleTurn(), ["a", "b"], ["c"])
+    with pytest.raises(ValueError, match=r"several reward functions are named \['a'\]: set a __name__"):
+        check_rewards(config, SingleTurn(), ["a", "a", "b"], ["c"])
+    with pytest.raises(ValueError, match=r"are named \['b'\]"):
+        check_rewards(config, SingleTurn(), ["a", "b"], ["b"])
 
 
 # ---- rows ----
@@ -304,6 +368,14 @@ def test_rows_that_cannot_fit_are_named():
     ]
     with pytest.raises(ValueError, match="eval row 1: up to 11 prompt tokens"):
         check(Dataset.from_list(text_rows(3, 11, named=False)), name="eval")
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "trajectories"])
+def test_columns_that_reward_functions_would_get_other_things_by_are_refused(column):
+    dataset = Dataset.from_dict({"prompt": ["code"], column: ["x"]})
+    with pytest.raises(ValueError, match=rf"the eval dataset has columns \['{column}'\]"):
+        check(dataset, name="eval")
+    check(dataset.rename_column(column, "other"))
 
 
 def test_at_most_20_rows_are_named():

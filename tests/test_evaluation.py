@@ -167,5 +167,30 @@ def test_errors(policy):
         evaluate_policy(model, tokenizer, GatedMemory(), make_rows([1, 2]), config(), [short_reward])
 
 
+def test_reward_functions_are_called_as_in_training(policy):
+    def logging_reward(completion_ids, log_metric, log_extra, trainer_state, **columns):
+        log_metric("mine", 2.0)
+        log_metric("mine", 4.0)
+        log_extra("note", ["text"] * len(completion_ids))
+        for ids in completion_ids:
+            ids.clear()
+        return [float(trainer_state.global_step)] * len(completion_ids)
+
+    async def async_reward(completions, **columns):
+        return [0.5] * len(completions)
+
+    async def async_turn_reward(trajectories, **columns):
+        return [[1.0] * len(trajectory.turns) for trajectory in trajectories]
+
+    model, tokenizer = policy
+    given = [logging_reward, async_reward], [async_turn_reward]
+    result = evaluate_policy(model, tokenizer, GatedMemory(strict_format=False), make_rows([1]), config(), *given)
+    assert result.metrics["mine"] == 3.0 and result.metrics["reward"] == 0.5
+    assert result.metrics["rewards/async_turn_reward/mean"] == 1.0
+    assert all(turn.completion_ids for turn in result.trajectories[0].turns)
+    with pytest.raises(ValueError, match="named \\['async_reward'\\]"):
+        evaluate_policy(model, tokenizer, GatedMemory(), make_rows([1]), config(), [async_reward] * 2)
+
+
 def short_reward(completions, **columns):
     return [0.0]

@@ -82,7 +82,10 @@ def test_a_local_base_model_is_no_hub_metadata(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"peft_type": "LOHA"}])
+@pytest.mark.parametrize(
+    "option",
+    [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3]}, {"peft_type": "LOHA"}],
+)
 def test_what_vllm_cannot_mount_is_said(option):
     text = card(adapter=LORA | option)
     assert "--enable-lora" not in text and "export_adapter.py --merge" in text

@@ -369,6 +369,16 @@ def test_other_ways_to_share_out_rows_are_refused_by_name(tmp_path, monkeypatch)
         make_trainer(tmp_path, accelerator_config={"even_batches": False})
 
 
+def test_fp16_is_refused_by_name_under_fsdp(tmp_path, monkeypatch):
+    options = {"bf16": False, "use_cpu": True, "report_to": "none"}
+    configs = [TurnGRPOConfig(str(tmp_path), fp16=fp16, **options) for fp16 in (True, False)]
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr("turngrpo.trainer.checks.check_fsdp", lambda args: None)  # there are no GPUs here
+    with pytest.raises(ValueError, match="fp16 is not honoured under a workflow with DeepSpeed or FSDP"):
+        check_arguments({"args": configs[0], "model": "any"})
+    assert check_arguments({"args": configs[1], "model": "any"}) is configs[1]
+
+
 def test_fp16_is_refused_by_name_under_deepspeed(tmp_path, monkeypatch):
     configs = [
         TurnGRPOConfig(str(tmp_path), fp16=fp16, bf16=False, use_cpu=True, report_to="none") for fp16 in (True, False)

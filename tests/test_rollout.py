@@ -301,6 +301,11 @@ def test_word_tokenizer_decodes_tags():
     assert decode_completion(tokenizer, ids, "eos") == "<check>yes</check><update>codered</update><next>end</next>"
 
 
+def test_messages_hold_no_token_lists():
+    turn = Turn(1, list(range(10_000)), [7], [-0.5], "eos", "a text")
+    assert "a text" in repr(turn) and "_ids" not in repr(turn) and "logprobs" not in repr(turn)
+
+
 def test_prompt_without_messages_is_its_text():
     workflow = GatedMemory()
     tokenizer = byte_tokenizer(template=None)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import tiny_model, word_tokenizer
@@ -408,6 +409,30 @@ def test_rewards_see_the_last_turn_in_trls_form(tmp_path):
     assert "<|im_end|>" not in seen["completions"][0][0]["content"]  # special tokens stripped, as TRL does
 
 
+def test_a_reward_function_that_changes_its_arguments_changes_no_turn(tmp_path):
+    def greedy_reward(completion_ids, **columns):
+        for ids in completion_ids:
+            ids.pop()
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = make_trainer(tmp_path, reward_funcs=greedy_reward, max_steps=1)
+    trainer.train()  # the behavior check would fail
+    rollout = trainer._buffered_inputs[0].rollout
+    assert all(len(turn.completion_ids) == len(turn.behavior_logprobs) for turn in rollout.turns)
+    lengths = [len(trajectory.turns[-1].completion_ids) for trajectory in rollout.trajectories]
+    assert rollout.rewards.tolist() == [length - 1 for length in lengths]
+
+
+def test_turn_reward_functions_may_be_async(tmp_path):
+    async def judge(trajectories, **columns):
+        await asyncio.sleep(0)
+        return [[2.0] * len(trajectory.turns) for trajectory in trajectories]
+
+    trainer = make_trainer(tmp_path, turn_reward_funcs=judge, max_steps=1)
+    trainer.train()
+    assert trainer.state.log_history[0]["rewards/judge/mean"] == 2.0
+
+
 def test_wrong_shapes_of_rewards_are_named(tmp_path):
     def short(trajectories, **columns):
         return [[1.0] for _ in trajectories]
@@ -415,7 +440,7 @@ def test_wrong_shapes_of_rewards_are_named(tmp_path):
     with pytest.raises(ValueError, match="turn reward function 'short' returned lists of lengths"):
         make_trainer(tmp_path, turn_reward_funcs=short).train()
     with pytest.raises(ValueError, match="turn_reward_weights has 1 numbers"):
-        make_trainer(tmp_path, turn_reward_funcs=[short, short], turn_reward_weights=[1.0])
+        make_trainer(tmp_path, turn_reward_funcs=[short, length_turn_reward], turn_reward_weights=[1.0])
 
 
 def test_groups_of_equal_rewards_have_zero_advantage_and_need_no_forward_without_beta(tmp_path):
@@ -485,6 +510,26 @@ def test_a_nonfinite_gradient_names_the_update_and_moves_no_weight(tmp_path):
 
 
 # ---- evaluation, logging, checkpoints ----
+
+
+def test_a_loss_scaler_that_overflows_skips_the_update_and_goes_on(tmp_path, monkeypatch):
+    # As accelerate sets it up for fp16 on a GPU; 2^127 overflows float32, 2^27 does not.
+    monkeypatch.setitem(AcceleratorState._shared_state, "_mixed_precision", "fp16")
+    trainer = make_trainer(tmp_path, max_steps=3, dtype=torch.float32)
+    trainer.policy.autocast = contextlib.nullcontext
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-100)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    weights = Weights()
+    trainer.add_callback(weights)
+    trainer.train()
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history[:3]]
+    assert not math.isfinite(norms[0]) and math.isfinite(norms[1]) and math.isfinite(norms[2])
+    assert all(torch.equal(p, before[name]) for name, p in weights.kept[1].items())  # the first update was skipped
+    assert any(not torch.equal(p, before[name]) for name, p in weights.kept[2].items())
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    with pytest.raises(FloatingPointError, match="gradient of update"):
+        trainer._get_grad_norm(trainer.model, float("nan"))  # not the scale's doing
 
 
 def test_eval_metrics_are_exact_means_and_eval_loss_is_the_objective(tmp_path):
@@ -564,6 +609,45 @@ def test_costs_are_logged_apart_for_every_update_and_evaluation(tmp_path):
     assert train[0]["time/optimisation"] > 0 and train[0]["step_time"] > 0
     assert evaluations[0]["eval_tokens/generation"] > 0
     json.dumps(trainer.state.log_history)
+
+
+def test_peaks_over_several_updates_are_their_largest(tmp_path):
+    peaks = {}
+    for every in (1, 2):
+        trainer = make_trainer(tmp_path / str(every), num_iterations=2, logging_steps=every, learning_rate=0.05)
+        trainer.train()
+        logs = [entry for entry in trainer.state.log_history if "ratio/max" in entry]
+        peaks[every] = [(entry["ratio/max"], entry["ratio/mean"]) for entry in logs]
+    (first, second), (both,) = peaks[1], peaks[2]
+    assert first[0] < 1.01 < 1.5 < second[0]
+    assert both[0] == second[0]  # their mean would be halfway
+    assert both[1] == pytest.approx((first[1] + second[1]) / 2)
+
+
+def test_texts_are_kept_for_the_completion_log_alone(tmp_path):
+    kept = {}
+    for asked in (False, True):
+        trainer = make_trainer(tmp_path / str(asked), log_completions=asked, max_steps=1)
+        trainer.train()
+        kept[asked] = len(trainer._logs["prompt"])
+    assert kept == {False: 0, True: len(trainer._buffered_inputs[0].rollout.turns)}
+
+
+def test_the_device_cache_is_cleared_as_often_as_asked(tmp_path, monkeypatch):
+    cleared = []
+    trainer = make_trainer(tmp_path, torch_empty_cache_steps=2, max_steps=4)
+    monkeypatch.setattr(
+        "turngrpo.trainer.turn_grpo_trainer.clear_device_cache", lambda: cleared.append(trainer.state.global_step)
+    )
+    trainer.train()
+    assert cleared == [0, 2]
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 1}, {"max_steps": -1, "num_train_epochs": 1}])
+def test_too_few_rows_for_a_rollout_are_named(length, tmp_path):
+    trainer = make_trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=7, **length)
+    with pytest.raises(ValueError, match="the train dataset has 6 rows, but one rollout takes 7 prompts"):
+        trainer.train()
 
 
 def test_iterable_datasets_stream_through(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_model, word_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from turngrpo.trainer.batching import common_prefix_length
 from turngrpo.trainer.engines import TransformersEngine
@@ -286,6 +286,14 @@ def test_cut_never_breaks_a_character():
     assert chat.cut(text, 5) == ("red", 1, True)
     assert chat.cut(text, 10) == (text, 10, False)
     assert chat.cut("\U0001f642", 2) == ("", 0, True)
+
+
+def test_cut_works_without_a_fast_tokenizer():
+    chat = ChatFormat(ByT5Tokenizer(extra_ids=0))  # a token per byte, and no offsets
+    assert chat.cut("red blue", 5) == ("red b", 5, True)
+    assert chat.cut("red blue", 4) == ("red", 3, True)
+    assert chat.cut("r\u00e9d", 2) == ("r", 1, True)  # e with an accent is two bytes
+    assert chat.cut("red", 3) == ("red", 3, False)
 
 
 @settings(max_examples=150, deadline=None)

@@ -23,7 +23,9 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -177,10 +179,19 @@ def merge_version(version: str | os.PathLike[str]) -> Path:
             raise ValueError(f"{final} is there already: a version is never written again")
         base = _load_base(manifest["base_model"], manifest["base_revision"])
         merged: Any = PeftModel.from_pretrained(base, str(version))
+        _untie_adapted(merged.get_base_model())
         merged.merge_and_unload(safe_merge=True).save_pretrained(partial)
         AutoTokenizer.from_pretrained(version).save_pretrained(partial)
         card = model_card(manifest, manifest["metrics"]["before"], manifest["metrics"]["after"], adapter=None)
         return _publish(partial, final, {**manifest, "format": MERGED_FORMAT}, card)
+
+
+def _untie_adapted(causal: Any) -> None:
+    """Give the head weights of its own where an adapter changes the embedding that it shares them with."""
+    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    if isinstance(embedding, BaseTunerLayer) and head.weight is embedding.weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())
+        causal.config.get_text_config().tie_word_embeddings = causal.config.tie_word_embeddings = False
 
 
 def _load_base(name: str, revision: str | None) -> Any:

@@ -15,6 +15,11 @@ from .config import TurnGRPOConfig
 from .rollout import row_name
 
 MAX_FAULTS = 20  # rows named in one error
+TRAINED = "default"  # the adapter that TRL copies as the reference and that an export takes
+# Initialisations of LoRA that write into the base weights, which a reference, an export and a server lack afterwards.
+CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+# What reward functions get under these names is not the dataset's.
+RESERVED_COLUMNS = ("prompts", "completions", "trajectories")
 DEFAULT_CONFIG = TurnGRPOConfig  # made where a workflow is given no args
 
 
@@ -50,24 +55,48 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
     args.check_workflow_options()
     check_rollout_engine(args, bool(arguments.get("peft_config")) or isinstance(model, PeftModel))
+    check_adapters(model, arguments.get("peft_config"))
     if args.n_gpu > 1:
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs: launch a process for each (accelerate_configs/multi_gpu.yaml), or "
             "show it one (CUDA_VISIBLE_DEVICES=0)"
         )
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    fsdp = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if fsdp:
         check_fsdp(args)
+    if args.parallelism_config is not None:
+        raise ValueError("parallelism_config is not honoured under a workflow: every process runs whole passes")
     loading: Any = args.accelerator_config
     if args.world_size > 1 and (loading.split_batches or loading.dispatch_batches or not loading.even_batches):
         raise ValueError(
             "accelerator_config with split_batches, dispatch_batches or without even_batches is not honoured under a "
             "workflow: every process reads its own rows of a global batch, equally many; leave them out"
         )
-    if args.fp16 and (args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"):
+    deepspeed = args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if args.fp16 and (deepspeed or fsdp):
         raise ValueError(
-            "fp16 is not honoured under a workflow with DeepSpeed, whose loss scaling it bypasses: set bf16"
+            "fp16 is not honoured under a workflow with DeepSpeed or FSDP, whose loss scaling it bypasses: set bf16"
         )
     return args
+
+
+def check_adapters(model: Any, peft_config: Any) -> None:
+    """Refuse adapters that reference, export and server would take for another policy than the trained one."""
+    configs = [peft_config] if peft_config else []
+    if isinstance(model, PeftModel):
+        if model.active_adapters != [TRAINED]:
+            raise ValueError(
+                f"the active adapters are {model.active_adapters}, expected [{TRAINED!r}]: load the one to train with "
+                "PeftModel.from_pretrained(base, path, is_trainable=True), without adapter_name"
+            )
+        configs = [model.peft_config[TRAINED]]
+    for config in configs:
+        start = str(getattr(config, "init_lora_weights", "")).lower()
+        if start.startswith(CHANGES_BASE) or getattr(config, "kasa_config", None):
+            raise ValueError(
+                f"init_lora_weights={start!r} or kasa_config changes the base weights, which a reference or a server "
+                "then lacks: leave init_lora_weights True and kasa_config None"
+            )
 
 
 def check_fsdp(args: TurnGRPOConfig) -> None:
@@ -95,6 +124,9 @@ def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled
     """Refuse models that cannot be sampled, scored and compared with a frozen reference exactly."""
     if not isinstance(processing_class, PreTrainedTokenizerBase):
         raise ValueError(f"a workflow needs a tokenizer, found {type(processing_class).__name__}")
+    if processing_class.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token, which ends a turn: set tokenizer.eos_token")
+    check_vocabulary(processing_class, model.get_input_embeddings().weight.shape[0])
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("no parameter is trainable: load an adapter with is_trainable=True")
     adapters = model.peft_config.values() if is_peft_model(model) else []
@@ -108,13 +140,40 @@ def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled
         raise ValueError("router_aux_loss_coef is not honoured under a workflow: set it to 0")
 
 
-def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_reward_funcs: list[Any]) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:
+    """Refuse tokens that prompts can hold but the model has no embedding for.
+
+    Special tokens that the chat template does not spell stay out of prompts: some models leave such without a row.
+    """
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    template = str(tokenizer.chat_template)
+    beyond = [
+        token
+        for token, index in tokenizer.get_vocab().items()
+        if index >= rows and (token not in special or token in template or token == tokenizer.eos_token)
+    ]
+    if beyond:
+        raise ValueError(
+            f"the tokenizer has {len(beyond)} tokens without an embedding, {beyond[0]!r} among them; the model has "
+            f"{rows} rows: call model.resize_token_embeddings(len(tokenizer))"
+        )
+
+
+def check_names(names: list[str]) -> None:
+    """Refuse reward functions of one name, of which metrics, ledger and logs would hold the last alone."""
+    doubled = sorted({name for name in names if names.count(name) > 1})
+    if doubled:
+        raise ValueError(f"several reward functions are named {doubled}: set a __name__ of its own for each")
+
+
+def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_names: list[str]) -> None:
     """Refuse turn reward weights that fit no functions; warn of rewards that a workflow or alpha makes no sense of."""
+    check_names(names + turn_names)
     weights = config.turn_reward_weights
-    if weights is not None and len(weights) != len(turn_reward_funcs):
+    if weights is not None and len(weights) != len(turn_names):
         raise ValueError(
             f"turn_reward_weights has {len(weights)} numbers, expected one for each of "
-            f"{len(turn_reward_funcs)} turn reward functions"
+            f"{len(turn_names)} turn reward functions"
         )
     if workflow.strict_format and "format_reward" not in names:
         warnings.warn(
@@ -122,7 +181,7 @@ def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_
             "score below that: add turngrpo.rewards.format_reward",
             stacklevel=5,
         )
-    if not turn_reward_funcs and config.alpha < 1:
+    if not turn_names and config.alpha < 1:
         warnings.warn(f"no turn_reward_funcs: every advantage is alpha={config.alpha} of TRL's", stacklevel=5)
 
 
@@ -131,6 +190,9 @@ def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, m
 
     A stream, or a workflow without `max_prompt_tokens`, is checked turn by turn during the rollout instead.
     """
+    taken = [column for column in RESERVED_COLUMNS if column in (getattr(dataset, "column_names", None) or ())]
+    if taken:
+        raise ValueError(f"the {name} dataset has columns {taken}, whose names reward functions get other things by")
     bound = getattr(workflow, "max_prompt_tokens", None)
     if bound is None or dataset is None or not hasattr(dataset, "__len__"):
         return

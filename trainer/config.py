@@ -186,6 +186,7 @@ class TurnGRPOConfig(GRPOConfig):
             faults.append(f"temperature={self.temperature!r}: training samples, so it must be above 0")
         if self.max_completion_length is None:
             faults.append("max_completion_length=None: a turn needs a limit of tokens")
+        faults += self._number_faults()
         assert self.steps_per_generation is not None
         if self.steps_per_generation % self.gradient_accumulation_steps:
             faults.append(
@@ -211,6 +212,19 @@ class TurnGRPOConfig(GRPOConfig):
             )
         if faults:
             raise ValueError("\n".join(faults))
+
+    def _number_faults(self) -> list[str]:
+        faults = []
+        for name in ("epsilon", "epsilon_high", "beta"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                faults.append(f"{name}={value!r}: expected a finite number >= 0")
+        for name in ("reward_weights", "turn_reward_weights"):
+            if not all(map(math.isfinite, getattr(self, name) or [])):
+                faults.append(f"{name}={getattr(self, name)!r}: expected finite numbers")
+        if self.num_iterations < 1:
+            faults.append(f"num_iterations={self.num_iterations!r}: a rollout is trained on once at least")
+        return faults
 
     def _vllm_faults(self) -> list[str]:
         faults = []

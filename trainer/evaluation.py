@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerState
 
 from turngrpo.rewards import answer_contains, answer_f1
 
 from .callbacks import rollout_progress
+from .checks import check_names
 from .config import TurnGRPOConfig
 from .engines import TransformersEngine
 from .gates import GateDecision
-from .iteration import ScoredRollout, call_turn_rewards, score_rollout
+from .iteration import ScoredRollout, call_turn_rewards, score_rollout, settled
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .processes import own_share
@@ -182,6 +184,8 @@ def evaluate_policy(
     """
     if not rows or members < 1:
         raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
+    names = [_name(function) for function in reward_funcs], [_name(function) for function in turn_reward_funcs]
+    check_names(names[0] + names[1])
     workflow.bind(tokenizer, config)
     policy = None if model is None else Policy(model, autocast)
     if engine is None:
@@ -208,12 +212,16 @@ def evaluate_policy(
     with rollout_progress(label, len(repeated[own]), config.disable_tqdm) as on_turn:
         trajectories = gather_object(collect(workflow, engine, tokenizer, *given, on_turn))
     seconds = time.perf_counter() - started
-    rollout = score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
-    names = [_name(function) for function in reward_funcs], [_name(function) for function in turn_reward_funcs]
+    logged: dict[str, list[float]] = {}
+    log_metric = lambda name, value: logged.setdefault(name, []).append(value)  # noqa: E731
+    rollout = score_trajectories(
+        trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow, log_metric
+    )
     metrics = scored_metrics([rollout], *names) if reward_funcs else rollout_metrics(trajectories)
     measures = [_measures(rollout, index, names[0] if reward_funcs else None) for index in range(len(trajectories))]
     observations = _observe(measures, groups)
     totals = observations.means(np.ones((1, len(rows))))[0]
+    metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
     metrics |= {name: float(v) for name, v in zip(observations.names, totals, strict=True) if name not in metrics}
     metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
     if reference is not None:
@@ -234,7 +242,10 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     """Return every id that ends a completion: the tokenizer's EOS and those the model declares."""
     declared = getattr(generation_config, "eos_token_id", None)
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
+    ids = list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *declared) if token is not None))
+    if not ids:
+        raise ValueError("neither tokenizer nor model has an EOS token, which ends a turn: set tokenizer.eos_token")
+    return ids
 
 
 def score_trajectories(
@@ -244,9 +255,10 @@ def score_trajectories(
     reward_funcs: Sequence[Callable[..., Any]],
     turn_reward_funcs: Sequence[Callable[..., Any]],
     workflow: Any,
+    log_metric: Callable[[str, float], None],
 ) -> ScoredRollout:
     """Call the reward functions as the trainer does (on the last turn, in TRL's form) and add everything up."""
-    ids = [trajectory.turns[-1].completion_ids for trajectory in trajectories]
+    ids = [list(trajectory.turns[-1].completion_ids) for trajectory in trajectories]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     prompts = [trajectory.prompt for trajectory in trajectories]
     completions = [
@@ -254,11 +266,12 @@ def score_trajectories(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     columns = {name: [t.row[name] for t in trajectories] for name in trajectories[0].row if name != "prompt"}
-    arguments = {"prompts": prompts, "completions": completions, "completion_ids": ids} | columns
-    arguments["trajectories"] = trajectories
+    arguments: dict[str, Any] = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
+    arguments |= {"trajectories": trajectories, "trainer_state": TrainerState(), "log_metric": log_metric}
+    arguments["log_extra"] = lambda column, values: None  # there is no table
     per_func = []
     for function in reward_funcs:
-        values = function(**arguments)
+        values = settled(function(**arguments))
         if len(values) != len(trajectories):
             raise ValueError(
                 f"reward function {_name(function)!r} returned {len(values)} numbers, expected {len(trajectories)}"

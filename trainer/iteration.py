@@ -1,6 +1,9 @@
 """One rollout iteration as data: rewards of all its trajectories, advantages of all its turns, slices to train on."""
 
+import asyncio
+import inspect
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,6 +69,14 @@ class ScoredRollout:
         return flags
 
 
+def settled(values: Any) -> Any:
+    """Return what a reward function returned, and what an async one returns in the end, also in a notebook's loop."""
+    if not inspect.iscoroutine(values):
+        return values
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, values).result()
+
+
 def call_turn_rewards(
     functions: Sequence[Callable[..., Any]], trajectories: Sequence[Trajectory], arguments: dict[str, Any]
 ) -> torch.Tensor:
@@ -73,7 +84,7 @@ def call_turn_rewards(
     columns = []
     for function in functions:
         name = getattr(function, "__name__", type(function).__name__)
-        values = function(**arguments)
+        values = settled(function(**arguments))
         lists = isinstance(values, Sequence) and all(isinstance(one, Sequence) for one in values)
         found, expected = [len(one) for one in values] if lists else values, [len(t.turns) for t in trajectories]
         if found != expected:

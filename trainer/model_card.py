@@ -179,7 +179,9 @@ def _use(facts: Mapping[str, Any], on_hub: bool, adapter: Mapping[str, Any]) -> 
     base, revision = shlex.quote(str(facts["base_model"])), facts["base_revision"]
     flag = f" --revision {shlex.quote(revision)}" if revision and on_hub else ""
     rank = max([adapter.get("r") or 0, *(adapter.get("rank_pattern") or {}).values()])
-    why = [name for name in ("use_dora", "modules_to_save", "lora_bias") if adapter.get(name)]
+    why = [
+        name for name in ("use_dora", "modules_to_save", "lora_bias", "trainable_token_indices") if adapter.get(name)
+    ]
     if adapter.get("peft_type") != "LORA":
         why.append(f"peft_type {adapter.get('peft_type')}")
     vllm = VLLM.format(

@@ -80,6 +80,8 @@ class Recording:
         metrics = self._metrics["train"]
         for name, value in (whole.flush() | self._whole_costs() | {"step_time": step_time}).items():
             metrics[name].append(value)
+            if name.endswith("/max"):  # TRL logs the mean over the updates since the last log
+                metrics[name] = [max(metrics[name])]
         self._meter, self._costs = Meter(), dict.fromkeys(COST_NAMES, 0.0)
 
     def _whole_costs(self) -> dict[str, float]:
@@ -135,11 +137,12 @@ class Recording:
         self._log_turns(rollout, mode)
 
     def _log_turns(self, rollout: ScoredRollout, mode: str) -> None:
-        """Add one row per turn to TRL's completion log; what reward functions logged stands at every turn.
+        """Add one row per turn to TRL's completion log, where it is asked for; all texts are kept until it is written.
 
-        Texts of other processes travel only where log_completions asks for them.
+        What reward functions logged stands at every turn.
         """
-        rows = [self._turn_row(rollout, index, mode) for index in rollout.own_turns]
+        indices = rollout.own_turns if self.log_completions else []
+        rows = [self._turn_row(rollout, index, mode) for index in indices]
         self._pending_extra_logs.clear()
         rows = gather_object(rows) if self.log_completions else rows
         for name in ("prompt", "completion", "advantages"):

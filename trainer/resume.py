@@ -109,6 +109,12 @@ class Resumable(ExactCheckpoints):
             return sampler
         arguments = (sampler.data_source, sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count)
         per_epoch = len(sampler) // (sampler.mini_repeat_count * sampler.batch_size)  # training steps
+        if per_epoch == 0:
+            raise ValueError(
+                f"the train dataset has {len(sampler.data_source)} rows, but one rollout takes {sampler.batch_size} "
+                "prompts (generation_batch_size / num_generations): add rows, or lower gradient_accumulation_steps, "
+                "steps_per_generation or per_device_train_batch_size"
+            )
         accumulation = self.args.gradient_accumulation_steps
         return EpochSampler(
             *arguments,

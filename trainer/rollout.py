@@ -56,9 +56,9 @@ class Turn:
     """One prompt and its completion: one training sample. `step` is the 1-based chunk index, None for other turns."""
 
     step: int | None
-    prompt_ids: Sequence[int]
-    completion_ids: Sequence[int]
-    behavior_logprobs: Sequence[float]
+    prompt_ids: Sequence[int] = field(repr=False)  # not in messages, which TRL fills with whole trajectories
+    completion_ids: Sequence[int] = field(repr=False)
+    behavior_logprobs: Sequence[float] = field(repr=False)
     finish_reason: str
     text: str
     decision: Any = None

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
 
@@ -111,7 +112,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         functions = turn_reward_funcs or []
         self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
         self._turn_reward_names = [getattr(f, "__name__", type(f).__name__) for f in self.turn_reward_funcs]
-        check_rewards(self.args, workflow, self.reward_func_names, self.turn_reward_funcs)
+        check_rewards(self.args, workflow, self.reward_func_names, self._turn_reward_names)
         workflow.bind(self._tokenizer, self.args)
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
@@ -219,7 +220,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         """
         last = [trajectory.turns[-1] for trajectory in trajectories]
         prompts = [trajectory.prompt for trajectory in trajectories]
-        completion_ids = [turn.completion_ids for turn in last]
+        completion_ids = [list(turn.completion_ids) for turn in last]  # copies: the turns' own are trained on
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         completions = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -228,14 +229,13 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         inputs = [{**row, "trajectories": t} for row, t in zip(rows, trajectories, strict=True)]
         per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids).cpu()
         columns = {k: [x[k] for x in inputs] for k in inputs[0] if k not in ("prompt", "completion", "completion_ids")}
-        arguments = {
+        arguments = columns | {
             "prompts": prompts,
             "completions": completions,
             "completion_ids": completion_ids,
             "trainer_state": self.state,
             "log_extra": self._log_completion_extra,
             "log_metric": self._log_metric,
-            **columns,
         }
         return per_func, call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
 
@@ -251,6 +251,9 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         with self.whole_weights():
             total = self._train_slice(self._prepare_inputs(inputs))
             self._step += 1
+            every = self.args.torch_empty_cache_steps
+            if every is not None and self.state.global_step % every == 0:
+                clear_device_cache()
             self._current_train_step_time += time.perf_counter() - started
             if self.accelerator.sync_gradients:
                 self._finish_update()
@@ -318,9 +321,14 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         self._current_train_step_time = 0.0
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Stop before a nonfinite gradient reaches the weights; called by transformers' loop before the optimizer."""
+        """Stop before a nonfinite gradient reaches the weights; called by transformers' loop before the optimizer.
+
+        Under fp16 the loss scaler makes gradients overflow on purpose: it then skips the step and scales less.
+        """
         norm = super()._get_grad_norm(model, grad_norm)
-        if self.workflow is not None and not torch.isfinite(torch.as_tensor(norm)):
+        scaler = self.accelerator.scaler
+        overflow = scaler is not None and scaler.get_scale() > 1
+        if self.workflow is not None and not overflow and not torch.isfinite(torch.as_tensor(norm)):
             self._stop_at_gradient(norm)
         return norm
 

@@ -97,13 +97,16 @@ class ChatFormat:
         ids, was_cut = self.encode_text(text), False
         limit = max_tokens
         while len(ids) > max_tokens:
-            offsets = self.tokenizer(
-                text, add_special_tokens=False, split_special_tokens=True, return_offsets_mapping=True
-            )["offset_mapping"]
-            start = offsets[limit][0] if limit < len(offsets) else len(text)
+            start = self._offset(text, limit) if self.tokenizer.is_fast else len(text) * max_tokens // len(ids)
             text, was_cut = text[: min(start, len(text) - 1)].rstrip(), True
             ids, limit = self.encode_text(text), max_tokens
         return text, len(ids), was_cut
+
+    def _offset(self, text: str, token: int) -> int:
+        """Return where a token of the text begins, in characters; its length for one beyond the last."""
+        options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
+        offsets = self.tokenizer(text, **options)["offset_mapping"]
+        return offsets[token][0] if token < len(offsets) else len(text)
 
 
 class SingleTurn:
