@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerState
 
 from turngrpo.rewards import answer_contains, answer_f1
 
@@ -17,11 +18,12 @@ from .callbacks import rollout_progress
 from .config import TurnGRPOConfig
 from .engines import TransformersEngine
 from .gates import GateDecision
-from .iteration import ScoredRollout, call_turn_rewards, score_rollout
+from .iteration import ScoredRollout, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .processes import own_share
-from .rollout import Engine, Trajectory, Turn, collect
+from .reward_calls import call_rewards, call_turn_rewards, reward_name
+from .rollout import Completion, Engine, Request, Trajectory, Turn, collect
 from .scoring import Reference, Scorer
 from .turn_grpo_trainer import EVAL_ITERATION
 from .workflows import GatedMemory
@@ -209,7 +211,10 @@ def evaluate_policy(
         trajectories = gather_object(collect(workflow, engine, tokenizer, *given, on_turn))
     seconds = time.perf_counter() - started
     rollout = score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
-    names = [_name(function) for function in reward_funcs], [_name(function) for function in turn_reward_funcs]
+    names = (
+        [reward_name(function) for function in reward_funcs],
+        [reward_name(function) for function in turn_reward_funcs],
+    )
     metrics = scored_metrics([rollout], *names) if reward_funcs else rollout_metrics(trajectories)
     measures = [_measures(rollout, index, names[0] if reward_funcs else None) for index in range(len(trajectories))]
     observations = _observe(measures, groups)
@@ -237,6 +242,34 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     return list(dict.fromkeys([tokenizer.eos_token_id, *declared]))
 
 
+class Silent:
+    """An engine whose every reply is empty."""
+
+    def __init__(self, eos_id: int):
+        self.eos_id = eos_id
+
+    def refresh(self) -> None:
+        pass
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [Completion([self.eos_id], [0.0], "eos") for _ in requests]
+
+
+def try_rewards(
+    row: dict[str, Any],
+    members: int,
+    workflow: Any,
+    tokenizer: Any,
+    config: TurnGRPOConfig,
+    reward_funcs: Sequence[Callable[..., Any]],
+    turn_reward_funcs: Sequence[Callable[..., Any]],
+) -> None:
+    """Reward a group of readings with empty replies, which need no model: a broken reward is found before any is."""
+    group = [row] * members, [0] * members, list(range(members))
+    trajectories = collect(workflow, Silent(tokenizer.eos_token_id), tokenizer, *group, seed=0, iteration=0)
+    score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
+
+
 def score_trajectories(
     trajectories: list[Trajectory],
     tokenizer: Any,
@@ -254,16 +287,10 @@ def score_trajectories(
         for prompt, text in zip(prompts, texts, strict=True)
     ]
     columns = {name: [t.row[name] for t in trajectories] for name in trajectories[0].row if name != "prompt"}
-    arguments = {"prompts": prompts, "completions": completions, "completion_ids": ids} | columns
-    arguments["trajectories"] = trajectories
-    per_func = []
-    for function in reward_funcs:
-        values = function(**arguments)
-        if len(values) != len(trajectories):
-            raise ValueError(
-                f"reward function {_name(function)!r} returned {len(values)} numbers, expected {len(trajectories)}"
-            )
-        per_func.append([math.nan if value is None else float(value) for value in values])
+    arguments: dict[str, Any] = {"prompts": prompts, "completions": completions, "completion_ids": ids} | columns
+    arguments |= {"trajectories": trajectories, "trainer_state": TrainerState()}
+    arguments |= dict.fromkeys(("log_extra", "log_metric"), lambda *given, **named: None)
+    per_func = call_rewards(reward_funcs, arguments)
     table = torch.tensor(per_func, dtype=torch.float32).reshape(len(per_func), len(trajectories)).T  # (B, F)
     weights = torch.tensor(config.reward_weights or [1.0] * len(per_func), dtype=torch.float32)
     per_turn = call_turn_rewards(turn_reward_funcs, trajectories, arguments)
@@ -292,10 +319,6 @@ def mean_kl(
             total, tokens = total + float(scores.kl.sum()), tokens + float(batch.mask.sum())
     parts = gather_object([(total, tokens)])
     return sum(total for total, _ in parts) / sum(tokens for _, tokens in parts)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _measures(rollout: ScoredRollout, index: int, reward_names: Sequence[str] | None) -> dict[str, list[float]]:
