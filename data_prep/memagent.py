@@ -12,6 +12,7 @@ from datetime import date
 from itertools import pairwise
 from typing import Any, Literal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .corpus_format import FORMAT
@@ -45,7 +46,10 @@ def convert_memagent(
     titles_of = read_supporting_titles(supporting_facts)
     counted: Counter[str] = Counter() if counts is None else counts
     rows: list[dict[str, Any]] = []
-    file = pq.ParquetFile(parquet_path)
+    try:
+        file = pq.ParquetFile(parquet_path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{os.fspath(parquet_path)} is no parquet file: {error}") from error
     missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
     if missing:
         raise ValueError(f"{os.fspath(parquet_path)} has no column {', '.join(missing)}: expected MemAgent's columns")
@@ -85,9 +89,12 @@ class Unjoined(Exception):
 def read_supporting_titles(path: str | os.PathLike[str]) -> dict[str, set[str] | None]:
     """Supporting titles by question, both normalised; None where one question has two different sets."""
     with open(path, encoding="utf-8") as file:
-        first = file.read(1)
-        file.seek(0)
-        records = json.load(file) if first == "[" else [json.loads(line) for line in file if line.strip()]
+        try:
+            first = file.read(1)
+            file.seek(0)
+            records = json.load(file) if first == "[" else [json.loads(line) for line in file if line.strip()]
+        except ValueError as error:  # bad JSON, or no UTF-8
+            raise ValueError(f"{os.fspath(path)}: {error}; expected HotpotQA as JSON or JSON Lines") from error
     titles_of: dict[str, set[str] | None] = {}
     for number, record in enumerate(records, start=1):
         try:

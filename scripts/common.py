@@ -1,15 +1,21 @@
 """What the scripts share: workflows by name, reward functions by name, corpora, models, and set-up errors."""
 
+import difflib
 import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
+import yaml
+from accelerate.utils import parse_flag_from_env
+from peft import get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -19,18 +25,50 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from trl import ModelConfig
+from transformers.trainer_utils import get_last_checkpoint
+from trl import ModelConfig, TrlParser
 
 from turngrpo import rewards
 from turngrpo.data_prep import load_corpus
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn, TurnGRPOConfig
+from turngrpo.trainer.checkpoints import ResumeError
+from turngrpo.trainer.reward_calls import RewardError
 from turngrpo.trainer.server import Server, ServerError
 from turngrpo.trainer.server_engines import served_models
 
 WORKFLOWS = ("gated", "memagent", "single_turn")
+INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
+DISK_FULL = ("No space left on device", "PytorchStreamWriter failed writing")  # torch, tokenizers, safetensors, the OS
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 PATIENCE = 5.0  # seconds that a script waits for a server which cannot be reached
-TURN_REWARDS = ("update_reward",)
+TURN_REWARDS = ["update_reward"]
+GATED_REWARDS = ["answer_reward", "exit_reward", "format_reward"]  # the method's
 TRAJECTORY_REWARDS = tuple(n for n in rewards.__all__ if n not in (*TURN_REWARDS, "normalize_answer"))
+
+
+def parse_options(kinds: Sequence[Any], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
+    """Parse the command line and the YAML file of --config; without an accelerator the defaults are a CPU's.
+
+    Raises ValueError for names that are no option, with the nearest one that is.
+    """
+    parser = TrlParser(list(kinds), usage="%(prog)s [--OPTION VALUE ...]  (--help lists the options)")
+    if parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+        parser.set_defaults_with_config(use_cpu=True, bf16=False)
+    try:
+        *parsed, in_file, given = parser.parse_args_and_config(
+            arguments, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except (yaml.YAMLError, IndexError) as error:  # IndexError: --config without a file
+        raise ValueError(f"--config: expected a YAML file of options ({error})") from error
+    known = [name for action in parser._actions for name in action.option_strings]
+    faults = []
+    for name in [text for text in (*in_file, *given) if text.startswith("--")] or given[:1]:
+        near = difflib.get_close_matches(name, known, 1)
+        where = " (in the file of --config)" if name in in_file else ""
+        faults.append(f"{name} is no option{where}: {f'did you mean {near[0]}?' if near else '--help lists them'}")
+    if faults:
+        raise ValueError("\n".join(faults))
+    return tuple(parsed)
 
 
 def make_workflow(name: str, layout: str | None = None, instruction: str | None = None, **options: Any) -> Any:
@@ -63,12 +101,20 @@ def find_rewards(names: Sequence[str] | None, known: Sequence[str], option: str)
             sys.path.insert(0, os.getcwd())
         try:
             value = getattr(importlib.import_module(module_name), function)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"{option} is {name!r}, which cannot be imported ({error}): {expected}") from error
+        except Exception as error:  # whatever the user's module raises
+            reason = f"{type(error).__name__}: {error}{_place(error)}"
+            raise ValueError(f"{option} is {name!r}, which cannot be imported ({reason}): {expected}") from error
         if not callable(value):
             raise ValueError(f"{option} is {name!r}, a {type(value).__name__}: expected a function")
         found.append(value)
     return found
+
+
+def _place(error: BaseException) -> str:
+    """Return where in the user's files an import failed; a syntax error says so itself."""
+    ours = (__file__, importlib.__file__)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename not in ours and f.filename[0] != "<"]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def read_corpus(path: str, fraction: float, seed: int, tokenizer: Any, chunk_size: int) -> Any:
@@ -91,7 +137,14 @@ def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokeni
     """Load a tokenizer with a pad token; ValueError where no model was named."""
     if name is None:
         raise ValueError("--model_name_or_path is missing: expected a model's folder or its name on the Hub")
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ValueError(f"found no folder {name!r}: expected a model's folder or its name on the Hub")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r}: expected a model's folder or its name on the Hub\n{error}"
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of {name!r} has no EOS token: no completion could end")
     if tokenizer.pad_token is None:
@@ -104,10 +157,13 @@ def load_model(options: ModelConfig) -> PreTrainedModel:
     if options.load_in_4bit or options.load_in_8bit:
         raise ValueError("load_in_4bit and load_in_8bit are not honoured: load the model in 16 or 32 bits")
     name: Any = options.model_name_or_path
+    dtype = options.dtype or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
     return AutoModelForCausalLM.from_pretrained(
         name,
         revision=options.model_revision,
-        dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype or "float32"),
+        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
         attn_implementation=options.attn_implementation,
     )
 
@@ -122,6 +178,47 @@ def empty_model(options: ModelConfig) -> PreTrainedModel:
         raise ValueError(f"--model_name_or_path is {name!r}, a {config.model_type}: expected a causal language model")
     with torch.device("meta"):
         return kind(config)  # not from_config, which under ZeRO-3 cuts up weights that are not there
+
+
+def check_adapter(model: PreTrainedModel, lora: Any) -> None:
+    """Raise ValueError for a LoRA that does not fit a model, which is changed; one without weights will do."""
+    if lora is not None:
+        get_peft_model(model, lora)
+
+
+def check_output(folder: Path, resumed: bool) -> None:
+    """Raise ValueError where the run would write over what another one left; every process sees it as it is found."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--output_dir is {str(folder)!r}, which is a file: expected a folder, or a new name")
+    if folder.is_dir() and any(folder.iterdir()) and not resumed:
+        raise ValueError(
+            f"--output_dir {str(folder)!r} is not empty and its results would be overwritten: choose another "
+            "--output_dir, remove it, or continue its newest checkpoint with --resume_from_checkpoint true"
+        )
+
+
+def make_output(folder: Path) -> None:
+    """Make the output directory; OSError where nothing can be written there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryFile(dir=folder) as probe:
+        probe.write(b"x")
+
+
+def resume_folder(given: str | bool | None, output_dir: str | None) -> str | None:
+    """Return the checkpoint to go on from: the folder given, or for "true" the newest of the output directory.
+
+    Raises ValueError where there is none.
+    """
+    if given in (None, False, "false", "False"):
+        return None
+    newest = given in (True, "true", "True")
+    found = (get_last_checkpoint(output_dir) if Path(output_dir or "").is_dir() else None) if newest else str(given)
+    if found is None or not Path(found, "trainer_state.json").is_file():
+        raise ValueError(
+            f"--resume_from_checkpoint is {str(given)!r}: found no checkpoint in {output_dir if newest else found!r}; "
+            "expected a folder checkpoint-N, or true for the newest one of --output_dir"
+        )
+    return found
 
 
 def option(default: Any, text: str) -> Any:
@@ -213,12 +310,28 @@ def evaluation_config(**values: Any) -> TurnGRPOConfig:
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Exit with main's status; a fault of the user's input or of a server is printed without a traceback, status 1."""
+    """Exit with main's status; a fault of the user's input or of a server is printed without a traceback, status 1.
+
+    Ctrl-C ends with status 130.
+    """
     try:
         sys.exit(main())
-    except (SetupError, ServerError) as error:
+    except (SetupError, ServerError, RewardError, ResumeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    except Exception as error:
+        if not any(text in str(error) for text in DISK_FULL):
+            raise
+        text = (
+            "the disk is full; finished checkpoints are whole, --resume_from_checkpoint true goes on from the newest"
+        )
+        print(f"error: {text} ({error})", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print(
+            "interrupted; training that has a checkpoint goes on with --resume_from_checkpoint true", file=sys.stderr
+        )
+        sys.exit(INTERRUPTED)
 
 
 class SetupError(Exception):

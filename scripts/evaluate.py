@@ -18,6 +18,7 @@ server names, where they exist here too.
 """
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 from accelerate import PartialState
 from common import (
+    GATED_REWARDS,
     PATIENCE,
     READING_DEFAULTS,
     TRAJECTORY_REWARDS,
@@ -39,14 +41,15 @@ from common import (
     load_tokenizer,
     make_workflow,
     option,
+    parse_options,
     read_corpus,
     run_script,
     sample_rows,
     setting_up,
 )
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from reporting import finite, make_console, metrics_table, policies_table, write_json
-from trl import ModelConfig, TrlParser
+from trl import ModelConfig
 
 from turngrpo.data_prep import corpus_digest
 from turngrpo.trainer.checks import check_rows
@@ -57,6 +60,7 @@ from turngrpo.trainer.evaluation import (
     eos_ids,
     evaluate_policy,
     paired_difference,
+    try_rewards,
 )
 from turngrpo.trainer.server import Server
 from turngrpo.trainer.server_engines import connect
@@ -85,8 +89,8 @@ class EvaluateArguments(ReadingOptions):
     compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
     ignore_exit: bool = option(False, "Also with the exit gate ignored.")
     trivial_policies: bool = option(False, "Also with forced gates: always no, always yes, to the end, stop at once.")
-    reward_funcs: list[str] = field(default_factory=lambda: ["answer_reward", "exit_reward", "format_reward"])
-    turn_reward_funcs: list[str] = field(default_factory=lambda: ["update_reward"])
+    reward_funcs: list[str] = field(default_factory=lambda: list(GATED_REWARDS))
+    turn_reward_funcs: list[str] = field(default_factory=lambda: list(TURN_REWARDS))
 
 
 DEFAULTS = {"validation_fraction": 0.1, "split_seed": 0, "workflow": "gated"} | READING_DEFAULTS
@@ -107,6 +111,8 @@ def check_options(options: EvaluateArguments) -> None:
         raise ValueError(f"--members is {options.members} and --rows is {options.rows}: expected 1 or more")
     if not Path(options.output).resolve().parent.is_dir():
         raise ValueError(f"--output is {options.output!r}: its folder does not exist")
+    if Path(options.output).is_dir():
+        raise ValueError(f"--output is {options.output!r}, a folder: expected a file to write")
 
 
 def check_workflow(options: EvaluateArguments) -> None:
@@ -135,11 +141,23 @@ def policies(options: EvaluateArguments, name: str) -> dict[str, tuple[Any, bool
 
 
 def load(options: EvaluateArguments, config: Any) -> Any:
-    """Return the model with its adapter."""
+    """Return the model with its adapter: ValueError where it does not fit, a warning where it names another base."""
     model: Any = load_model(
         ModelConfig(model_name_or_path=options.model, model_revision=options.revision, dtype=options.dtype)
     ).to(config.device)
-    return model if options.adapter is None else PeftModel.from_pretrained(model, options.adapter)
+    if options.adapter is None:
+        return model
+    base = PeftConfig.from_pretrained(options.adapter).base_model_name_or_path
+    try:
+        adapted = PeftModel.from_pretrained(model, options.adapter)
+    except RuntimeError as error:  # torch's, with a line for every matrix
+        first = str(error).split("\n")[1:2]
+        raise ValueError(
+            f"--adapter {options.adapter} was trained on {base!r} and does not fit --model {options.model!r}: {first}"
+        ) from error
+    if base not in (None, options.model) and Path(str(base)).resolve() != Path(options.model).resolve():
+        warnings.warn(f"{options.adapter} was trained on {base!r}, evaluated on {options.model!r}", stacklevel=2)
+    return adapted
 
 
 def engines(
@@ -158,11 +176,10 @@ def engines(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate every policy asked for, print the tables, write the JSON file."""
-    parser = TrlParser([EvaluateArguments])  # type: ignore[list-item]
-    (options,) = parser.parse_args_and_config(arguments)
     console = make_console()
-    console.quiet = not PartialState().is_main_process
     with setting_up():
+        (options,) = parse_options([EvaluateArguments], arguments)
+        console.quiet = not PartialState().is_main_process
         check_options(options)
         server = None
         if options.base_url is not None:
@@ -195,6 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for workflow, _ in chosen.values():
             workflow.bind(tokenizer, config)
         check_rows(chosen[name][0], rows, options.split, config, model)
+    try_rewards(rows[0], options.members, chosen[name][0], tokenizer, config, rewards, turn_rewards)
     results: dict[str, Evaluation] = {}
     for label, (workflow, base) in chosen.items():
         reads = {"members": options.members, "label": label, "engine": sampling.get(base)}

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import option, run_script, setting_up
+from common import option, parse_options, run_script, setting_up
 from reporting import make_console
-from trl import TrlParser
 
 from turngrpo.data_prep import corpus_facts
 from turngrpo.trainer.adapters import MANIFEST, check_name, export_checkpoint, find_checkpoint, merge_version
@@ -77,10 +76,9 @@ def export(options: ExportArguments) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export, merge, push; print where each result is."""
-    parser = TrlParser([ExportArguments])  # type: ignore[list-item]
-    (options,) = parser.parse_args_and_config(arguments)
     console = make_console()
     with setting_up():
+        (options,) = parse_options([ExportArguments], arguments)
         if not options.checkpoint:
             raise ValueError("--checkpoint is missing: expected a checkpoint-N, an output_dir or an exported version")
         if options.push_to_hub:

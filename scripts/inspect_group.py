@@ -16,13 +16,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from common import load_model, load_tokenizer, make_workflow, read_corpus, run_script, setting_up
+from common import load_model, load_tokenizer, make_workflow, parse_options, read_corpus, run_script, setting_up
 from reporting import finite, make_console, write_json
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerCallback
-from trl import ModelConfig, TrlParser, get_peft_config
+from trl import ModelConfig, get_peft_config
 
 from turngrpo.data_prep import stock_arithmetic
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, stock_reward, update_reward
@@ -222,10 +222,9 @@ def show(report: dict[str, Any], console: Console, tokens: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, make the update in a temporary folder, and show it."""
-    parser = TrlParser([InspectArguments, UpdateArguments, ModelConfig])  # type: ignore[list-item]
     with TemporaryDirectory() as folder:
         with setting_up():
-            options, sizes, model_options = parser.parse_args_and_config(arguments)
+            options, sizes, model_options = parse_options([InspectArguments, UpdateArguments, ModelConfig], arguments)
             trainer = make_trainer(options, sizes, model_options, folder)
         turns = update(trainer)
     row = trainer.train_dataset[0]

@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -118,13 +119,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.path.lexists(options.output) and not options.overwrite:
         print(f"{options.output} exists: give another --output, or --overwrite to replace it", file=sys.stderr)
         return 1
-    tokenizer = None
-    if options.tokenizer:
-        from transformers import AutoTokenizer  # slow to import, needed here alone
-
-        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
-    counts: Counter[str] = Counter()
+    if not Path(options.output).resolve().parent.is_dir():
+        print(f"--output is {options.output}: its folder does not exist", file=sys.stderr)
+        return 1
+    tokenizer, counts = None, Counter[str]()
     try:
+        if options.tokenizer:
+            from common import load_tokenizer  # slow to import, needed here alone
+
+            tokenizer = load_tokenizer(options.tokenizer)
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("rows" if options.command == "memagent" else "projects", total=None)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from common import (
+    INTERRUPTED,
     PATIENCE,
     READING_DEFAULTS,
     ReadingOptions,
@@ -29,13 +30,13 @@ from common import (
     generation_config,
     load_tokenizer,
     option,
+    parse_options,
     run_script,
     setting_up,
 )
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from trl import TrlParser
 
 from turngrpo.data_prep.chunking import chunk_document
 from turngrpo.trainer import GatedMemory
@@ -46,7 +47,6 @@ from turngrpo.trainer.rollout import Turn, collect
 from turngrpo.trainer.server import RefusedRequest, Server, ServerError
 from turngrpo.trainer.server_engines import VllmEngine, connect
 
-INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
 DEFAULTS = READING_DEFAULTS | {"layout": "chunk_first"}
 CONFIG = [name for name in DEFAULTS if name not in ("layout", "instruction")]
 
@@ -229,9 +229,8 @@ def read(reading: Reading, console: Console) -> tuple[dict[str, Any], int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read, show how, and print the answer; the status is 0 also where the model gave none."""
-    parser = TrlParser([ReadArguments])  # type: ignore[list-item]
-    (options,) = parser.parse_args_and_config(arguments)
     with setting_up():
+        (options,) = parse_options([ReadArguments], arguments)
         reading = Reading.prepare(options)
     console = Console(quiet=options.json, highlight=False)
     report, status = read(reading, console)

@@ -36,11 +36,21 @@ def make_console() -> Console:
 
 
 class RunLog(TrainerCallback):
-    """Writes every log to `path` as it comes, where there is one, and prints a line at every `every`-th update."""
+    """Writes every log to `path` as it comes, where there is one, and prints a line at every `every`-th update.
+
+    A resumed run keeps the logs up to its checkpoint; those of the updates after it come again.
+    """
 
     def __init__(self, path: Path | None, console: Console, columns: Mapping[str, str] = COLUMNS, every: int = 1):
         self.path, self.console, self.columns, self.every = path, console, columns, every
         self.history: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.path is None or not state.is_world_process_zero or not self.path.exists():
+            return
+        whole = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]  # a kill
+        self.history = [log for log in map(json.loads, whole) if log["update"] <= state.global_step]
+        write_text(self.path, "".join(json.dumps(log) + "\n" for log in self.history))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -58,9 +68,14 @@ class RunLog(TrainerCallback):
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON, all of it or nothing; NaN is refused."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import SetupError, run_script, setting_up
+from common import SetupError, parse_options, run_script, setting_up
 from lab.config import LabConfig
 from lab.experiment import stages
 from lab.stages import Laboratory
 from reporting import make_console
 from rich.markdown import Markdown
-from trl import TrlParser
 
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = ("minimum", "smoke")
@@ -38,13 +37,13 @@ class LabArguments:
 
 def parse(arguments: Sequence[str]) -> tuple[LabArguments, LabConfig]:
     """Return the options; the preset's recipe gives the defaults. Raises ValueError for an unknown preset."""
-    parser = TrlParser([LabArguments, LabConfig])  # type: ignore[list-item]
     chosen = [given for flag, given in zip(arguments, arguments[1:], strict=False) if flag == "--preset"]
     chosen += [given.removeprefix("--preset=") for given in arguments if given.startswith("--preset=")]
     preset = chosen[-1] if chosen else PRESETS[0]
     if preset not in PRESETS:
         raise ValueError(f"--preset is {preset!r}: expected {' or '.join(PRESETS)}")
-    options, config = parser.parse_args_and_config(["--config", str(RECIPES / f"stock_{preset}.yaml"), *arguments])
+    recipe = ["--config", str(RECIPES / f"stock_{preset}.yaml")]
+    options, config = parse_options([LabArguments, LabConfig], [*recipe, *arguments])
     return options, config
 
 

@@ -21,11 +21,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from common import load_model, load_tokenizer, make_workflow, read_corpus, run_script, setting_up
+from common import (
+    check_adapter,
+    check_output,
+    empty_model,
+    load_model,
+    load_tokenizer,
+    make_output,
+    make_workflow,
+    parse_options,
+    read_corpus,
+    resume_folder,
+    run_script,
+    setting_up,
+)
 from datasets import Dataset, load_dataset
 from tqdm.auto import tqdm
 from transformers import PrinterCallback, Trainer, TrainerCallback
-from trl import ModelConfig, SFTConfig, SFTTrainer, TrlParser, get_peft_config
+from trl import ModelConfig, SFTConfig, SFTTrainer, get_peft_config
 
 from turngrpo.data_prep import gold_turns
 from turngrpo.data_prep.gold import relevant_text
@@ -292,9 +305,12 @@ def fit(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
-    parser = TrlParser([SftArguments, SFTConfig, ModelConfig])  # type: ignore[list-item]
-    options, config, model_options = parser.parse_args_and_config(arguments)
     with setting_up():
+        options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
+        output = Path(config.output_dir or "")
+        config.resume_from_checkpoint = resume_folder(config.resume_from_checkpoint, config.output_dir)
+        check_output(output, config.resume_from_checkpoint is not None)
+        config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
         if (options.corpus is None) == (options.targets is None):
             raise ValueError("expected one of --corpus and --targets")
         if not 0 <= options.gate_noise < 1:
@@ -318,13 +334,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = load_model(model_options)
         check_lengths(examples, names, config.max_length)
         check_batches(examples, config)
+        check_adapter(empty_model(model_options), get_peft_config(model_options))
+        make_output(output)
     if config.process_index == 0:
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
     trainer = fit(model, tokenizer, examples, names, config, get_peft_config(model_options))
     trainer.save_model(config.output_dir)
     if config.process_index == 0:
         losses = [log for log in trainer.state.log_history if "loss" in log]
-        Path(config.output_dir, "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
+        (output / "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
         print(f"saved to {config.output_dir}")
     return 0
 

@@ -22,14 +22,20 @@ from typing import Any
 
 import torch
 from common import (
+    GATED_REWARDS,
     TRAJECTORY_REWARDS,
     TURN_REWARDS,
+    check_adapter,
+    check_output,
     empty_model,
     find_rewards,
     load_model,
     load_tokenizer,
+    make_output,
     make_workflow,
+    parse_options,
     read_corpus,
+    resume_folder,
     run_script,
     sample_rows,
     setting_up,
@@ -42,13 +48,13 @@ from reporting import RunLog, finite, make_console, policies_table, write_curves
 from rich.console import Console
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback
-from trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+from trl import ModelConfig, ScriptArguments, get_peft_config
 
 from turngrpo.data_prep import corpus_facts
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
 from turngrpo.trainer.adapters import check_name
 from turngrpo.trainer.checks import check_rollout_engine, check_rows
-from turngrpo.trainer.evaluation import TRIVIAL_GATES, Evaluation, ForcedGates, evaluate_policy
+from turngrpo.trainer.evaluation import TRIVIAL_GATES, Evaluation, ForcedGates, evaluate_policy, try_rewards
 from turngrpo.trainer.hub import check_push
 from turngrpo.trainer.vllm_engine import check_servers
 
@@ -104,22 +110,12 @@ class Run:
         return result
 
 
-def check_output(config: TurnGRPOConfig) -> None:
-    """Raise ValueError where the run would write over what another one left; every process sees it as it is found."""
-    folder = Path(config.output_dir or "")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir is {str(folder)!r}, which is a file: expected a folder, or a new name")
-    if folder.is_dir() and any(folder.iterdir()) and not config.resume_from_checkpoint:
-        raise ValueError(
-            f"--output_dir {str(folder)!r} is not empty and its results would be overwritten: choose another "
-            "--output_dir, remove it, or continue it with --resume_from_checkpoint"
-        )
-
-
 def prepare(
     options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
 ) -> Run:
     """Check everything that can be checked before a model is loaded; `folder` takes the quickstart's start."""
+    if options.workflow == "gated" and options.reward_funcs is None and options.turn_reward_funcs is None:
+        options.reward_funcs, options.turn_reward_funcs = list(GATED_REWARDS), list(TURN_REWARDS)
     rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
     turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
     if not rewards:
@@ -150,10 +146,12 @@ def prepare(
     run = Run(
         options, config, model_options, rewards, turn_rewards, workflow, tokenizer, train, validation, console, seconds
     )
-    model = empty_model(model_options)
+    model, lora = empty_model(model_options), get_peft_config(model_options)
     for name, rows in (("train", train), ("validation", validation)):
         check_rows(workflow, rows, name, config, model)
-    check_rollout_engine(config, get_peft_config(model_options) is not None)
+    check_adapter(model, lora)
+    try_rewards(train[0], config.num_generations or 1, workflow, tokenizer, config, rewards, turn_rewards)
+    check_rollout_engine(config, lora is not None)
     if config.rollout_engine == "vllm":
         check_servers(config, tokenizer, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     return run
@@ -242,13 +240,10 @@ def trivial_policies(run: Run, trainer: Any) -> dict[str, Evaluation]:
     return {name: evaluate(run, trainer, name, ForcedGates(**gates, **given)) for name, gates in TRIVIAL_GATES.items()}
 
 
-def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
-    """Evaluate, train, evaluate, export; returns the summary and the trainer. Process 0 writes."""
-    folder = Path(run.config.output_dir or "")
-    folder.mkdir(parents=True, exist_ok=True)
-    model = run.timed("loading", lambda: load_model(run.model_options))
-    trainer = TurnGRPOTrainer(
-        model=model,
+def make_trainer(run: Run) -> TurnGRPOTrainer:
+    """Return the trainer with its model loaded."""
+    return TurnGRPOTrainer(
+        model=load_model(run.model_options),
         reward_funcs=run.rewards,
         args=run.config,
         train_dataset=run.train,
@@ -258,6 +253,13 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
         workflow=run.workflow,
         turn_reward_funcs=run.turn_rewards or None,
     )
+
+
+def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
+    """Evaluate, train, evaluate, export; returns the summary and the trainer. Process 0 writes."""
+    folder = Path(run.config.output_dir or "")
+    with setting_up():
+        trainer = run.timed("loading", lambda: make_trainer(run))
     trainer.provenance = provenance(run)
     log = RunLog(folder / "metrics.jsonl", run.console)
     trainer.remove_callback(ProgressCallback)
@@ -308,10 +310,9 @@ def export(run: Run, trainer: TurnGRPOTrainer, policies: dict[str, Evaluation], 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, then train or stop after the checks."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--config", str(QUICKSTART)]
-    parser = TrlParser([TrainArguments, TurnGRPOConfig, ModelConfig])  # type: ignore[list-item]
     console, started = make_console(), time.perf_counter()
     with setting_up():
-        options, config, model_options = parser.parse_args_and_config(given)
+        options, config, model_options = parse_options([TrainArguments, TurnGRPOConfig, ModelConfig], given)
         console.quiet = config.process_index > 0
         if options.threads is not None:
             if options.threads < 1:
@@ -321,13 +322,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with TemporaryDirectory() as folder:
                 dry_run(prepare(options, config, model_options, console, Path(folder)))
             return 0
-        check_output(config)
+        output = Path(config.output_dir or "")
+        config.resume_from_checkpoint = resume_folder(config.resume_from_checkpoint, config.output_dir)
+        check_output(output, config.resume_from_checkpoint is not None)
         config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
-        run = prepare(options, config, model_options, console, Path(config.output_dir or "") / "start")
+        run = prepare(options, config, model_options, console, output / "start")
+        make_output(output)
     summary, trainer = train(run)
     run.seconds["total"] = time.perf_counter() - started
     summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
-    path = Path(run.config.output_dir or "") / "summary.json"
+    path = output / "summary.json"
     if config.process_index == 0:
         write_json(path, finite(summary))
     console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)

@@ -16,7 +16,9 @@ from turngrpo.trainer.evaluation import (
     evaluate_policy,
     evidence_place,
     paired_difference,
+    try_rewards,
 )
+from turngrpo.trainer.reward_calls import RewardError
 
 REWARDS = [answer_reward, exit_reward, format_reward]
 
@@ -157,6 +159,35 @@ def test_metrics_hold_rewards_and_answers_and_no_nan(policy):
     assert set(expected) <= set(result.metrics)
     assert not any(math.isnan(value) for value in result.metrics.values())
     assert set(result.summary()) == {"metrics", "intervals", "breakdown", "seconds"}
+
+
+def test_rewards_get_what_the_trainer_gives_them_async_ones_too(policy):
+    async def judge(completions, trajectories, answers, trainer_state, log_extra, log_metric, **columns):
+        log_metric("judged", 1.0)
+        log_extra(column="judged", values=[trainer_state.global_step] * len(answers))
+        return [1.0 for _ in zip(trajectories, completions, strict=True)]
+
+    model, tokenizer = policy
+    evaluation = evaluate_policy(
+        model, tokenizer, GatedMemory(strict_format=False), make_rows([1, 2]), config(), [judge]
+    )
+    assert evaluation.metrics["rewards/judge/mean"] == 1.0
+
+
+def test_rewards_are_tried_without_a_model(policy):
+    seen = []
+
+    def look(trajectories, **columns):
+        seen.extend([turn.text for turn in trajectory.turns] for trajectory in trajectories)
+        return [0.0] * len(trajectories)
+
+    _, tokenizer = policy
+    workflow = GatedMemory()
+    workflow.bind(tokenizer, config())
+    try_rewards(make_rows([1], chunks=3)[0], 2, workflow, tokenizer, config(), [look], [update_reward])
+    assert seen == [[""] * 4] * 2  # every chunk and the answer, each reply empty
+    with pytest.raises(RewardError, match="'short_reward' returned 1 numbers, expected 2"):
+        try_rewards(make_rows([1])[0], 2, workflow, tokenizer, config(), [short_reward], [])
 
 
 def test_errors(policy):

@@ -5,7 +5,6 @@ import torch
 
 from turngrpo.trainer.config import TurnGRPOConfig
 from turngrpo.trainer.iteration import (
-    call_turn_rewards,
     objective_weights,
     score_rollout,
     training_slices,
@@ -140,49 +139,6 @@ def test_turn_names(config):
     assert scored.turn_name(3) == "iteration 3, group 0 (row 'a'), member 1, turn 1"
     assert scored.turn_name(4) == "iteration 3, group 0 (row 'a'), member 1, turn 2"
     assert scored.turn_name(6) == "iteration 3, group 4, member 0, turn 1"
-
-
-# ---- turn reward functions ----
-
-
-def test_turn_rewards_are_called_with_the_columns_and_flattened():
-    trajectories = [reading(0, 0, [1, 1]), reading(0, 1, [1, 1, 1])]
-
-    def one(trajectories, hint, **columns):
-        return [[hint] + [None] * (len(t.turns) - 1) for t in trajectories]
-
-    def two(**columns):
-        return [[True, 0], [torch.tensor(0.5), -1, None]]
-
-    table = call_turn_rewards([one, two], trajectories, {"trajectories": trajectories, "hint": 3})
-    assert table.nan_to_num(-99).tolist() == [[3, 1], [-99, 0], [3, 0.5], [-99, -1], [-99, -99]]
-    assert call_turn_rewards([], trajectories, {}).shape == (5, 0)
-
-
-class Sparse:
-    def __call__(self, **columns):
-        return [[1.0], [1.0, 1.0, 1.0]]
-
-
-def test_turn_rewards_of_a_wrong_shape_are_an_error_by_name():
-    trajectories = [reading(0, 0, [1, 1]), reading(0, 1, [1, 1, 1])]
-
-    def one_list(**columns):
-        return [[1.0] * 5]
-
-    with pytest.raises(ValueError, match=r"'Sparse' returned lists of lengths \[1, 3\].*per turn: lengths \[2, 3\]"):
-        call_turn_rewards([Sparse()], trajectories, {})
-    with pytest.raises(ValueError, match=r"'one_list' returned lists of lengths \[5\]"):
-        call_turn_rewards([one_list], trajectories, {})
-
-
-@pytest.mark.parametrize("value", [[1.0, 0.5], None], ids=["one number per trajectory", "nothing"])
-def test_turn_rewards_that_are_no_lists_are_an_error_by_name(value):
-    def flat(**columns):
-        return value
-
-    with pytest.raises(ValueError, match="'flat' returned"):
-        call_turn_rewards([flat], [reading(0, 0, [1, 1]), reading(0, 1, [1])], {})
 
 
 # ---- slices ----

@@ -102,3 +102,11 @@ def test_files_of_another_form_are_refused(tmp_path):
         convert_memagent(parquet, facts)
     with pytest.raises(ValueError, match="buckets is 1"):
         convert_memagent(parquet, facts, buckets=1)
+
+
+def test_files_that_are_swapped_are_named(tmp_path):
+    parquet, facts = save(tmp_path, [record()], [{"question": QUESTION, "supporting_facts": [["Bonn", 0]]}])
+    with pytest.raises(ValueError, match=r"in\.parquet: .* expected HotpotQA as JSON"):
+        convert_memagent(parquet, parquet)
+    with pytest.raises(ValueError, match=r"facts\.json is no parquet file"):
+        convert_memagent(facts, facts)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from tiny import word_tokenizer
 from trl import GRPOConfig
 
+from turngrpo.data_prep import load_corpus
 from turngrpo.trainer.config import REFUSED
 from turngrpo.trainer.metrics import COST_NAMES
 from turngrpo.trainer.rollout import Completion, collect
@@ -41,6 +42,15 @@ def test_the_workflow_of_the_readme_runs(tmp_path, monkeypatch):
     assert len(trajectory.turns) == 2 and trajectory.parsed
     assert trajectory.answer == "1"  # the second answer, not the first one's 2
     assert "was:\\boxed{2}Check" in engine.prompts[0]  # the second prompt shows the first answer
+
+
+def test_the_corpus_of_the_readme_loads(tmp_path):
+    lines = [line.strip() for line in section("Your own corpus").splitlines() if line.startswith("    {")]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    corpus = load_corpus(tmp_path / "corpus.jsonl", tokenizer=word_tokenizer(), chunk_size=100)
+    rows = [row for split in corpus.values() for row in split]
+    evidence = {row["id"]: [chunk["text"] for chunk in row["chunks"] if chunk["evidence"]] for row in rows}
+    assert evidence == {"c-17": ["..."], "c-18": ["... Closing is on May 3. ..."]}
 
 
 def test_every_option_of_trl_stands_in_the_table():

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
 from turngrpo.trainer.evaluation import TRIVIAL_GATES
 from turngrpo.trainer.gates import GateDecision, parse_turn
+from turngrpo.trainer.reward_calls import RewardError
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -20,6 +22,7 @@ sys.path.insert(0, str(SCRIPTS))
 import common  # noqa: E402
 import evaluate  # noqa: E402
 import quickstart  # noqa: E402
+import reporting  # noqa: E402
 import sft  # noqa: E402
 import train  # noqa: E402
 
@@ -87,6 +90,32 @@ def test_train_leaves_summary_metrics_curves_and_adapter(trained):
         assert text in shown
 
 
+def test_a_full_disk_is_one_error(capsys):
+    def full():
+        raise RuntimeError("No space left on device (os error 28)")  # as tokenizers says it
+
+    def other():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(SystemExit, match="1"):
+        common.run_script(full)
+    assert "error: the disk is full" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a bug"):
+        common.run_script(other)
+
+
+def test_a_resumed_run_logs_every_update_once(tmp_path):
+    """Updates 1 to 3 were logged, the checkpoint is of update 2, and the kill tore the line of update 4."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1, "kl": 0.1}\n{"update": 2, "kl": 0.2}\n{"update": 3, "kl": 9.0}\n{"update": 4, "k')
+    log = reporting.RunLog(path, reporting.make_console())
+    state = SimpleNamespace(is_world_process_zero=True, global_step=2, max_steps=3)
+    log.on_train_begin(None, state, None)
+    log.on_log(None, SimpleNamespace(**{**vars(state), "global_step": 3}), None, logs={"kl": 0.3})
+    assert [record["kl"] for record in log.history] == [0.1, 0.2, 0.3]
+    assert list(map(json.loads, path.read_text().splitlines())) == log.history
+
+
 def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     output = tmp_path / "evaluation.json"
     adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001"), "--compare_base", "--ignore_exit"]
@@ -104,6 +133,25 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     assert report["policies"]["adapter"]["metrics"]["turns/mean"] == summary["after"]["turns/mean"]
     assert report["policies"]["stop at once"]["metrics"]["turns/mean"] == 1.0
     assert "exit ignored" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--output", "."], "a folder: expected a file"),
+        (["--dtype", "float31"], "'float31': expected one of auto, float32"),
+        (["--splt", "train"], "--splt is no option: did you mean --split?"),
+        (["--adapter", "wider"], "wider was trained on 'owner/wide' and does not fit --model .*size mismatch"),
+    ],
+)
+def test_evaluate_names_what_is_wrong_before_it_reads(tiny, tmp_path, monkeypatch, changes, message):
+    wide = quickstart.tiny_model(tiny_tokenizer(), 0, hidden_size=96)
+    wide.name_or_path = "owner/wide"
+    get_peft_model(wide, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "wider")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl"), "--output", "evaluation.json"]
+    with pytest.raises(common.SetupError, match=message):
+        evaluate.main([*arguments, *READING, *LIMITS, *changes])
 
 
 def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsys):
@@ -130,6 +178,21 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
         (["--dataset_name", "some/data"], "--corpus and no --dataset_name"),
         (["--use_peft", "--adapter_name", "a/b"], "the adapter's name is 'a/b'"),
         (["--push_to_hub"], "hub_strategy='end'"),
+        (["--leraning_rate", "1"], "--leraning_rate is no option: did you mean --learning_rate?"),
+        (["--config", "absent.yaml"], "absent.yaml"),
+        (["--config"], "expected a YAML file"),
+        (["--threads", "1", "stray"], "stray is no option"),
+        (["--model_name_or_path", "/no/such/model"], "found no folder '/no/such/model'"),
+        (["--use_peft", "--lora_target_modules", "foo_proj"], "foo_proj"),
+        (["--resume_from_checkpoint", "true"], "'true': found no checkpoint in"),
+        (
+            ["--resume_from_checkpoint", "/no/such"],
+            "found no checkpoint in '/no/such'; expected a folder checkpoint-N",
+        ),
+        (["--num_generations", "0"], "num_generations is 0"),
+        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is 0"),
+        (["--max_completion_length", "0"], "max_completion_length=0"),
+        (["--learning_rate", "-1"], "learning_rate=-1.0"),
         (["--push_to_hub", "--hub_strategy", "end"], "pushes the exported adapter: add --use_peft"),
         (["--use_peft", "--push_to_hub", "--hub_strategy", "end", "--hub_model_id", "a/b/c"], "Repo id must be"),
     ],
@@ -137,6 +200,41 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
 def test_train_names_what_is_wrong_before_it_starts(tiny, tmp_path, changes, message):
     with pytest.raises(common.SetupError, match=message):
         train.main(train_arguments(tiny, tmp_path / "out", *changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("learning_rat: 1", "learning_rat is no option .in the file"), ("- a", "mapping"), ("a: [1", "expected a YAML")],
+)
+def test_faults_of_a_recipe_are_named(tiny, tmp_path, text, message):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(common.SetupError, match=message):
+        train.main(train_arguments(tiny, tmp_path / "out", "--config", str(tmp_path / "recipe.yaml")))
+
+
+def test_on_a_cpu_the_rewards_are_the_only_thing_to_know(tiny, tmp_path, capsys):
+    """No option says that there is no GPU, and none says the method's rewards."""
+    model = ["--model_name_or_path", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl"), "--use_peft"]
+    assert train.main([*model, *READING, *LIMITS, "--output_dir", str(tmp_path / "out"), "--dry_run"]) == 0
+    assert "answer_reward, exit_reward, format_reward, update_reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def score(:", "SyntaxError: invalid syntax.*broken_0.py"),
+        ("raise RuntimeError('no key')", "RuntimeError: no key at .*broken_1.py:1"),
+        ("import no_such_package", "no_such_package"),
+        ("def score(**columns):\n    return ['good']", "'score' returned 1 numbers, expected 4"),
+    ],
+)
+def test_a_broken_reward_is_found_before_anything_is_loaded(tiny, tmp_path, monkeypatch, request, code, message):
+    number = request.node.callspec.indices["code"]
+    (tmp_path / f"broken_{number}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((common.SetupError, RewardError), match=message):
+        train.main(train_arguments(tiny, tmp_path / "out", "--reward_funcs", f"broken_{number}.score"))
     assert not (tmp_path / "out").exists()
 
 
@@ -188,6 +286,8 @@ def test_sft_refuses_to_cut_an_example(tiny, tmp_path):
     arguments = ["--targets", str(targets), "--model_name_or_path", str(tiny / "model"), *PLAIN]
     with pytest.raises(common.SetupError, match=r"targets.jsonl, row 2: 4\d tokens"):
         sft.main([*arguments, "--output_dir", str(tmp_path / "out"), "--max_length", "20"])
+    with pytest.raises(common.SetupError, match="not empty"):
+        sft.main([*arguments, "--output_dir", str(tmp_path)])
 
 
 def bound_workflow():

@@ -136,9 +136,7 @@ def test_a_megabyte_is_cut_and_checked(model, tmp_path):
     path.write_text(TEXT * (1_000_000 // len(TEXT) + 1), encoding="utf-8")
     with serving(model, max_model_len=4096) as server:
         more = ["--chunk_size", "3000", "--max_prompt_length", "3500"]
-        (options,) = read_document.TrlParser([read_document.ReadArguments]).parse_args_and_config(
-            arguments(server, path, *more)
-        )
+        (options,) = read_document.parse_options([read_document.ReadArguments], arguments(server, path, *more))
         reading = read_document.Reading.prepare(options)
     chunks = reading.row["chunks"]
     assert "".join(chunk["text"] for chunk in chunks) == path.read_text(encoding="utf-8")

@@ -34,6 +34,10 @@ FREE_FIELDS = (
 LENGTH_FIELDS = ("max_steps", "num_train_epochs")  # a run may be extended; its schedule then changes
 
 
+class ResumeError(ValueError):
+    """A checkpoint that this run cannot go on from."""
+
+
 def config_values(config: Any) -> dict[str, str]:
     """Return the fields that decide a run's numbers, as text."""
     names = [field.name for field in dataclasses.fields(config) if field.name not in FREE_FIELDS]
@@ -53,7 +57,7 @@ def dataset_digest(dataset: Any) -> str | None:
 def check_fingerprint(saved: dict[str, Any], found: dict[str, Any], checkpoint: str) -> None:
     """Refuse to go on under another config, corpus, initial model or reference than the checkpoint's.
 
-    Raises ValueError that names every difference; a changed length of the run is a warning.
+    Raises ResumeError that names every difference; a changed length of the run is a warning.
     """
     faults = [
         f"{name}: the checkpoint's is {saved['config'].get(name)}, this run's {value}"
@@ -68,7 +72,7 @@ def check_fingerprint(saved: dict[str, Any], found: dict[str, Any], checkpoint: 
         if saved[name] != found[name]:
             faults.append(f"{name}: other {meaning} (SHA-256 {saved[name]} in the checkpoint, {found[name]} here)")
     if faults:
-        raise ValueError(f"{checkpoint} cannot be resumed exactly:\n  " + "\n  ".join(faults))
+        raise ResumeError(f"{checkpoint} cannot be resumed exactly:\n  " + "\n  ".join(faults))
     if lengths:
         warnings.warn(f"{checkpoint} goes on with another schedule: {'; '.join(lengths)}", stacklevel=3)
 
@@ -112,7 +116,7 @@ class ExactCheckpoints:
     """Mixin before a trl trainer: atomic checkpoints that hold everything the next update and the next log depend on.
 
     Beside what transformers saves, the state holds TRL's pending metrics, the running loss and the run's fingerprint;
-    a resume under another config, corpus, initial model or reference raises ValueError. A subclass adds to
+    a resume under another config, corpus, initial model or reference raises ResumeError. A subclass adds to
     `_complete_state` and `_restore` what it keeps itself.
     """
 
@@ -187,7 +191,7 @@ class ExactCheckpoints:
         if self.exact and checkpoint is not None:
             path = self._state_file(checkpoint)
             if not path.exists():
-                raise ValueError(
+                raise ResumeError(
                     f"{checkpoint} has no {path.name}: saved with save_only_model, by another trainer, or by fewer "
                     f"processes than this run's {self.accelerator.num_processes}"
                 )

@@ -120,6 +120,9 @@ class TurnGRPOConfig(GRPOConfig):
     eval_seed: int = _our(0, "Seed of the sampling noise in evaluation, the same at every evaluation.")
 
     def __post_init__(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"):
+            value = getattr(self, name)
+            self._require(name, value is None or value >= 1, "a whole number >= 1")  # before they divide anything
         super().__post_init__()
         self._require("alpha", 0 <= self.alpha <= 1, "a number in [0, 1]")
         self._require("turn_baseline", self.turn_baseline in ("group", "batch"), "'group' or 'batch'")
@@ -184,8 +187,10 @@ class TurnGRPOConfig(GRPOConfig):
             faults.append(f"scale_rewards={self.scale_rewards!r}: use 'none', 'group' or 'batch'")
         if not 0 < self.temperature < math.inf:
             faults.append(f"temperature={self.temperature!r}: training samples, so it must be above 0")
-        if self.max_completion_length is None:
-            faults.append("max_completion_length=None: a turn needs a limit of tokens")
+        if self.max_completion_length is None or self.max_completion_length < 1:
+            faults.append(
+                f"max_completion_length={self.max_completion_length}: a turn needs a limit of 1 token or more"
+            )
         faults += self._number_faults()
         assert self.steps_per_generation is not None
         if self.steps_per_generation % self.gradient_accumulation_steps:
@@ -215,7 +220,7 @@ class TurnGRPOConfig(GRPOConfig):
 
     def _number_faults(self) -> list[str]:
         faults = []
-        for name in ("epsilon", "epsilon_high", "beta"):
+        for name in ("epsilon", "epsilon_high", "beta", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 faults.append(f"{name}={value!r}: expected a finite number >= 0")

@@ -19,11 +19,12 @@ from .checks import check_names
 from .config import TurnGRPOConfig
 from .engines import TransformersEngine
 from .gates import GateDecision
-from .iteration import ScoredRollout, call_turn_rewards, score_rollout, settled
+from .iteration import ScoredRollout, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .processes import own_share
-from .rollout import Engine, Trajectory, Turn, collect
+from .reward_calls import call_rewards, call_turn_rewards, reward_name
+from .rollout import Completion, Engine, Request, Trajectory, Turn, collect
 from .scoring import Reference, Scorer
 from .turn_grpo_trainer import EVAL_ITERATION
 from .workflows import GatedMemory
@@ -184,7 +185,7 @@ def evaluate_policy(
     """
     if not rows or members < 1:
         raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
-    names = [_name(function) for function in reward_funcs], [_name(function) for function in turn_reward_funcs]
+    names = [reward_name(f) for f in reward_funcs], [reward_name(f) for f in turn_reward_funcs]
     check_names(names[0] + names[1])
     workflow.bind(tokenizer, config)
     policy = None if model is None else Policy(model, autocast)
@@ -248,6 +249,34 @@ def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
     return ids
 
 
+class Silent:
+    """An engine whose every reply is empty."""
+
+    def __init__(self, eos_id: int):
+        self.eos_id = eos_id
+
+    def refresh(self) -> None:
+        pass
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        return [Completion([self.eos_id], [0.0], "eos") for _ in requests]
+
+
+def try_rewards(
+    row: dict[str, Any],
+    members: int,
+    workflow: Any,
+    tokenizer: Any,
+    config: TurnGRPOConfig,
+    reward_funcs: Sequence[Callable[..., Any]],
+    turn_reward_funcs: Sequence[Callable[..., Any]],
+) -> None:
+    """Reward a group of readings with empty replies, which need no model: a broken reward is found before any is."""
+    group = [row] * members, [0] * members, list(range(members))
+    trajectories = collect(workflow, Silent(tokenizer.eos_token_id), tokenizer, *group, seed=0, iteration=0)
+    score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
+
+
 def score_trajectories(
     trajectories: list[Trajectory],
     tokenizer: Any,
@@ -255,7 +284,7 @@ def score_trajectories(
     reward_funcs: Sequence[Callable[..., Any]],
     turn_reward_funcs: Sequence[Callable[..., Any]],
     workflow: Any,
-    log_metric: Callable[[str, float], None],
+    log_metric: Callable[[str, float], None] = lambda name, value: None,
 ) -> ScoredRollout:
     """Call the reward functions as the trainer does (on the last turn, in TRL's form) and add everything up."""
     ids = [list(trajectory.turns[-1].completion_ids) for trajectory in trajectories]
@@ -269,14 +298,7 @@ def score_trajectories(
     arguments: dict[str, Any] = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
     arguments |= {"trajectories": trajectories, "trainer_state": TrainerState(), "log_metric": log_metric}
     arguments["log_extra"] = lambda column, values: None  # there is no table
-    per_func = []
-    for function in reward_funcs:
-        values = settled(function(**arguments))
-        if len(values) != len(trajectories):
-            raise ValueError(
-                f"reward function {_name(function)!r} returned {len(values)} numbers, expected {len(trajectories)}"
-            )
-        per_func.append([math.nan if value is None else float(value) for value in values])
+    per_func = call_rewards(reward_funcs, arguments)
     table = torch.tensor(per_func, dtype=torch.float32).reshape(len(per_func), len(trajectories)).T  # (B, F)
     weights = torch.tensor(config.reward_weights or [1.0] * len(per_func), dtype=torch.float32)
     per_turn = call_turn_rewards(turn_reward_funcs, trajectories, arguments)
@@ -305,10 +327,6 @@ def mean_kl(
             total, tokens = total + float(scores.kl.sum()), tokens + float(batch.mask.sum())
     parts = gather_object([(total, tokens)])
     return sum(total for total, _ in parts) / sum(tokens for _, tokens in parts)
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", type(function).__name__)
 
 
 def _measures(rollout: ScoredRollout, index: int, reward_names: Sequence[str] | None) -> dict[str, list[float]]:

@@ -1,12 +1,8 @@
 """One rollout iteration as data: rewards of all its trajectories, advantages of all its turns, slices to train on."""
 
-import asyncio
-import inspect
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -67,34 +63,6 @@ class ScoredRollout:
             rewards = rewards[~rewards.isnan()]
             flags.append(bool(len(rewards) == 0 or rewards.max() == rewards.min()))
         return flags
-
-
-def settled(values: Any) -> Any:
-    """Return what a reward function returned, and what an async one returns in the end, also in a notebook's loop."""
-    if not inspect.iscoroutine(values):
-        return values
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, values).result()
-
-
-def call_turn_rewards(
-    functions: Sequence[Callable[..., Any]], trajectories: Sequence[Trajectory], arguments: dict[str, Any]
-) -> torch.Tensor:
-    """Call every turn reward function and return (N, F_turn), NaN for None; a wrong shape is a ValueError by name."""
-    columns = []
-    for function in functions:
-        name = getattr(function, "__name__", type(function).__name__)
-        values = settled(function(**arguments))
-        lists = isinstance(values, Sequence) and all(isinstance(one, Sequence) for one in values)
-        found, expected = [len(one) for one in values] if lists else values, [len(t.turns) for t in trajectories]
-        if found != expected:
-            raise ValueError(
-                f"turn reward function {name!r} returned {'lists of lengths ' * lists}{found!r}, expected one list "
-                f"per trajectory with one number or None per turn: lengths {expected}"
-            )
-        columns.append([torch.nan if value is None else float(value) for one in values for value in one])
-    turns = sum(len(t.turns) for t in trajectories)
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), turns).T  # (N, F_turn)
 
 
 def weighted_sum(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from .callbacks import OptimizerTimer, rollout_progress
 from .checks import check_arguments, check_model, check_rewards, check_rows, check_without_workflow
 from .engines import TokenCounts, TransformersEngine
 from .exporting import Exporting
-from .iteration import ScoredRollout, TrainingSlice, call_turn_rewards, objective_weights, score_rollout
+from .iteration import ScoredRollout, TrainingSlice, objective_weights, score_rollout
 from .lora_layers import use_adapted_products
 from .losses import clipped_surrogate, k3_kl
 from .model_card import PAPER
@@ -34,6 +34,7 @@ from .processes import (
 )
 from .recording import Recording
 from .resume import Resumable
+from .reward_calls import call_turn_rewards, checked_reward, reward_name
 from .rollout import Trajectory, collect
 from .scoring import Reference, Scorer, Scores
 from .vllm_engine import VllmEngine, make_vllm_engine
@@ -111,7 +112,8 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         check_model(self.model, self.processing_class, self.beta, self.aux_loss_enabled)
         functions = turn_reward_funcs or []
         self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
-        self._turn_reward_names = [getattr(f, "__name__", type(f).__name__) for f in self.turn_reward_funcs]
+        self._turn_reward_names = [reward_name(function) for function in self.turn_reward_funcs]
+        self.reward_funcs = [checked_reward(function) for function in self.reward_funcs]
         check_rewards(self.args, workflow, self.reward_func_names, self._turn_reward_names)
         workflow.bind(self._tokenizer, self.args)
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
