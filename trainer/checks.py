@@ -1,8 +1,10 @@
 """What must hold before a workflow trains: arguments, model and rows, each with an error that says what to do."""
 
+import inspect
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_peft_model
 from peft import PeftModel
@@ -21,6 +23,19 @@ CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 # What reward functions get under these names is not the dataset's.
 RESERVED_COLUMNS = ("prompts", "completions", "trajectories")
 DEFAULT_CONFIG = TurnGRPOConfig  # made where a workflow is given no args
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def showing_arguments_of(base: Callable[..., Any]) -> Callable[[Method], Method]:
+    """Let inspect.signature, by which launchers decide what to pass, see `base`'s arguments before a method's own."""
+
+    def decorate(method: Method) -> Method:
+        own = [p for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        theirs, shown = inspect.signature(base), cast(Any, method)
+        shown.__signature__ = theirs.replace(parameters=[*theirs.parameters.values(), *own])
+        return method
+
+    return decorate
 
 
 def check_without_workflow(args: Any, turn_reward_funcs: Any) -> None:

@@ -5,7 +5,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
@@ -15,7 +15,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from .batching import TurnBatch
 from .callbacks import OptimizerTimer, rollout_progress
-from .checks import check_arguments, check_model, check_rewards, check_rows, check_without_workflow
+from .checks import (
+    check_arguments,
+    check_model,
+    check_rewards,
+    check_rows,
+    check_without_workflow,
+    showing_arguments_of,
+)
 from .engines import TokenCounts, TransformersEngine
 from .exporting import Exporting
 from .iteration import ScoredRollout, TrainingSlice, objective_weights, score_rollout
@@ -43,19 +50,6 @@ from .workflows import Workflow
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
 
 TurnRewardFunc = Callable[..., list[list[float | None]]]
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def showing_arguments_of(base: Callable[..., Any]) -> Callable[[Method], Method]:
-    """Let inspect.signature, by which launchers decide what to pass, see `base`'s arguments before a method's own."""
-
-    def decorate(method: Method) -> Method:
-        own = [p for p in inspect.signature(method).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        theirs, shown = inspect.signature(base), cast(Any, method)
-        shown.__signature__ = theirs.replace(parameters=[*theirs.parameters.values(), *own])
-        return method
-
-    return decorate
 
 
 class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
