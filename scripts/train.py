@@ -260,6 +260,8 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
     folder = Path(run.config.output_dir or "")
     with setting_up():
         trainer = run.timed("loading", lambda: make_trainer(run))
+        if run.config.resume_from_checkpoint:
+            trainer.check_resume(run.config.resume_from_checkpoint)
     trainer.provenance = provenance(run)
     log = RunLog(folder / "metrics.jsonl", run.console)
     trainer.remove_callback(ProgressCallback)

@@ -20,6 +20,7 @@ from tiny import tiny_model, word_tokenizer
 from training import PROMPTS, make_trainer, token_reward
 from transformers import TrainerCallback
 
+from turngrpo.trainer.checkpoints import ResumeError
 from turngrpo.trainer.resume import EpochSampler, Resumable
 from turngrpo.trainer.states import compare_states
 
@@ -41,8 +42,8 @@ class StopAt(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def run(folder, stop=None, resume=None, lora=False, **options):
-    """Train 8 updates (6 an epoch where num_iterations is 2), stop after `stop`, or go on from checkpoint `resume`."""
+def make(folder, stop=None, lora=False, **options):
+    """Return a trainer of 8 updates (6 an epoch where num_iterations is 2) that stops after `stop`."""
     defaults = {
         "max_steps": 8, "save_strategy": "steps", "save_steps": 1, "beta": 0.1, "num_iterations": 2,
         "logging_steps": 3,
@@ -50,9 +51,14 @@ def run(folder, stop=None, resume=None, lora=False, **options):
         "num_completions_to_print": 0,
     }  # fmt: skip
     peft_config = LoraConfig(r=4, target_modules="all-linear") if lora else None
-    trainer = make_trainer(
+    return make_trainer(
         folder, callbacks=[StopAt(stop)] if stop else None, peft_config=peft_config, **(defaults | options)
     )
+
+
+def run(folder, stop=None, resume=None, **options):
+    """Train, stop after `stop`, or go on from checkpoint `resume`."""
+    trainer = make(folder, stop, **options)
     trainer.train(resume_from_checkpoint=None if resume is None else str(Path(folder) / f"checkpoint-{resume}"))
     return trainer
 
@@ -180,6 +186,17 @@ def test_a_changed_config_corpus_or_model_is_refused_by_name(change, named, tmp_
         change = {"model": tiny_model(len(word_tokenizer()), seed=9)}
     with pytest.raises(ValueError, match=named):
         run(tmp_path, resume=1, **change)
+
+
+def test_whether_a_run_can_go_on_is_told_before_it_trains(tmp_path):
+    run(tmp_path, stop=1)
+    checkpoint = str(tmp_path / "checkpoint-1")
+    make(tmp_path).check_resume(checkpoint)
+    with pytest.raises(ResumeError, match="learning_rate: the checkpoint's is 0.01, this run's 0.005"):
+        make(tmp_path, learning_rate=5e-3).check_resume(checkpoint)
+    (tmp_path / "checkpoint-1" / "turngrpo_state_0.pt").unlink()
+    with pytest.raises(ResumeError, match="has no turngrpo_state_0.pt"):
+        make(tmp_path).check_resume(checkpoint)
 
 
 def test_a_longer_run_is_a_warning_and_where_it_writes_is_free(tmp_path):

@@ -142,6 +142,11 @@ class ExactCheckpoints:
             self.fingerprint = self._fingerprint()
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
+    def check_resume(self, checkpoint: str) -> None:
+        """Raise ResumeError where `train` could not go on from a checkpoint: sooner than `train`, which asks too."""
+        self.fingerprint = self._fingerprint()
+        self._read_state(checkpoint)
+
     def _fingerprint(self) -> dict[str, Any]:
         with whole_weights(self.model):
             initial_model = tensors_digest(self.model.named_parameters())
@@ -189,16 +194,19 @@ class ExactCheckpoints:
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)  # type: ignore[misc]
         if self.exact and checkpoint is not None:
-            path = self._state_file(checkpoint)
-            if not path.exists():
-                raise ResumeError(
-                    f"{checkpoint} has no {path.name}: saved with save_only_model, by another trainer, or by fewer "
-                    f"processes than this run's {self.accelerator.num_processes}"
-                )
-            with torch.serialization.safe_globals([range]):  # lengths of other processes' turns
-                state = torch.load(path, weights_only=True, map_location="cpu")
-            check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint)
-            self._restore(state)
+            self._restore(self._read_state(checkpoint))
+
+    def _read_state(self, checkpoint: str) -> dict[str, Any]:
+        path = self._state_file(checkpoint)
+        if not path.exists():
+            raise ResumeError(
+                f"{checkpoint} has no {path.name}: saved with save_only_model, by another trainer, or by fewer "
+                f"processes than this run's {self.accelerator.num_processes}"
+            )
+        with torch.serialization.safe_globals([range]):  # lengths of other processes' turns
+            state = torch.load(path, weights_only=True, map_location="cpu")
+        check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint)
+        return state
 
     def _place(self, output_dir: str | None) -> str | None:
         """Return the folder to write to: the partial one while a checkpoint is being collected."""
