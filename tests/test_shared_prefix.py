@@ -29,9 +29,10 @@ from transformers import (
 
 from turngrpo.trainer import joined_attention as joined
 from turngrpo.trainer import shared_prefix
+from turngrpo.trainer.decoding import start_decoding, why_unsupported
 from turngrpo.trainer.joined_attention import Layout, Span, join, joined_attention
 from turngrpo.trainer.policy import Policy, evaluating, zero_dropout
-from turngrpo.trainer.shared_prefix import UnsupportedAttention, compute_prefix, start_decoding, why_unsupported
+from turngrpo.trainer.shared_prefix import UnsupportedAttention, compute_prefix, run_together
 
 V = 40
 PREFIXES = [[4, 5, 6, 7, 8, 9, 10], [], [20, 21, 22, 23]]
@@ -40,7 +41,7 @@ CLUSTERS = [0, 0, 0, 0, 1, 2, 2]
 TOKENS = 23  # of all suffixes
 COMMON = SIZES | {"vocab_size": V}
 ONCE_EACH = [[i] for i in range(7)]
-CUTS = {"whole": [list(range(7))], "one by one": ONCE_EACH, "unequal": [[0, 1], [2, 3, 4], [5], [6]]}
+CUTS = {"together": None, "whole": [list(range(7))], "one by one": ONCE_EACH, "unequal": [[0, 1], [2, 3, 4], [5], [6]]}
 
 
 def build(config=None, dtype=torch.float64, attention="sdpa"):
@@ -92,7 +93,11 @@ def plain_pass(policy):
 
 
 def shared_pass(policy, cut="whole", clusters=CLUSTERS):
-    """The same with prefixes computed once and members in micro-batches."""
+    """The same with prefixes computed once and members in micro-batches, or all of it together."""
+    if CUTS[cut] is None:
+        hidden, _ = run_together(policy, PREFIXES, SUFFIXES, clusters)
+        (hidden * weights(policy.causal, hidden.dtype)).sum().backward()
+        return hidden.detach(), gradients(policy)
     prefix = compute_prefix(policy, PREFIXES)
     parts = []
     for members in CUTS[cut]:
@@ -265,6 +270,9 @@ def test_every_token_passes_the_network_once():
         shared_pass(policy, "unequal")
         assert seen.calls == [11, 8, 7, 6, 2]
         seen.calls.clear()
+        shared_pass(policy, "together")
+        assert seen.calls == [34]
+        seen.calls.clear()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         shared_pass(policy)
         assert seen.calls == [11, 23, 23, 11]  # recomputed once each: suffixes first, the prefix at the end
@@ -296,10 +304,14 @@ def test_prefix_keys_are_never_expanded_and_scores_never_whole(checkpointing):
     # Keys of the prefix: 2 heads x 400 x 8 = 6,400, and as many elements of their gradient; hidden states in the MLP
     # 64 x 64 = 4,096. Expanded to 16 members 102,400, scores 4 heads x 64 x 400 = 102,400.
     assert largest.elements == 6400
-    with evaluating(model), Largest() as largest:
-        decoder, _ = start_decoding(prefix, suffixes, clusters, 1)
-        decoder.step(torch.arange(16))
-    assert largest.elements == 6400
+    with Largest() as largest:
+        run_together(policy, [long], suffixes, clusters)[0].sum().backward()
+    assert largest.elements == 464 * 64  # the MLP; keys of the row: 2 heads x 464 x 8 = 7,424
+    with evaluating(model):
+        decoder, _ = start_decoding(policy, [long], suffixes, clusters, 1)
+        with Largest() as largest:
+            decoder.step(torch.arange(16))
+    assert largest.elements == 64 * 32  # a weight; the prefix's keys are not even copied
 
 
 def test_after_the_last_backward_a_prefix_is_gone():
@@ -375,7 +387,7 @@ KEPT = {1: [0, 1, 3, 4, 5, 6], 2: [0, 1, 2, 3], 3: [1, 2, 3], 4: [2]}  # at 2 th
 def decode(policy, suffixes=SUFFIXES, clusters=CLUSTERS, steps=STEPS, kept=KEPT, prefixes=PREFIXES):
     """Decode `steps` with rows leaving; return (row's whole suffix, its cluster, hidden state) at every step."""
     with evaluating(policy.model):
-        decoder, hidden = start_decoding(compute_prefix(policy, prefixes), suffixes, clusters, len(steps))
+        decoder, hidden = start_decoding(policy, prefixes, suffixes, clusters, len(steps))
         rows = [(list(suffix), cluster) for suffix, cluster in zip(suffixes, clusters, strict=True)]
         seen = [(*row, h) for row, h in zip(rows, hidden, strict=True)]
         for step, tokens in enumerate(steps):
@@ -429,17 +441,16 @@ def test_a_row_does_not_depend_on_its_neighbours():
 def test_decoding_keeps_prefixes_unexpanded_and_writes_in_place():
     policy = Policy(build())
     with evaluating(policy.model), RowsSeen(policy.model) as seen:
-        prefix = compute_prefix(policy, [PREFIXES[0]])
-        decoder, _ = start_decoding(prefix, SUFFIXES[:4], [0] * 4, 3)
+        decoder, _ = start_decoding(policy, [PREFIXES[0]], SUFFIXES[:4], [0] * 4, 3)
         places = [buffer.data_ptr() for layer in decoder._own for buffer in layer]
+        prefix = [x.data_ptr() for layer in decoder._prefix for x in layer]
         for tokens in ([5, 6, 7, 8], [9, 10, 11, 12]):
             decoder.step(torch.tensor(tokens))
         decoder.keep(torch.tensor([1, 3]))
         decoder.step(torch.tensor([4, 4]))
-    assert seen.calls == [7, 13, 4, 4, 2]
-    assert [x.data_ptr() for layer in decoder._prefix for x in layer] == [
-        x.data_ptr() for layer in prefix.leaves for x in layer
-    ]
+    assert seen.calls == [20, 4, 4, 2]  # a prefix of 7 and suffixes of 13 in one row
+    assert [x.data_ptr() for layer in decoder._prefix for x in layer] == prefix
+    assert all(x._is_view() and x.shape == (1, 2, 7, 8) for layer in decoder._prefix for x in layer)  # of that row's
     assert [buffer.data_ptr() for layer in decoder._own for buffer in layer] == places
 
 

@@ -12,9 +12,10 @@ import torch
 from transformers import DynamicCache
 
 from .batching import common_prefix_length
+from .decoding import Decoder, start_decoding, why_unsupported
 from .policy import Head, Policy, evaluating
 from .rollout import Completion, Engine, NoiseKey, Request
-from .shared_prefix import Decoder, UnsupportedAttention, compute_prefix, start_decoding, why_unsupported
+from .shared_prefix import UnsupportedAttention
 
 
 def noise_stream(key: NoiseKey, length: int) -> np.ndarray:
@@ -269,8 +270,8 @@ class TransformersEngine:
         shared = [self._shared(group) for group in groups]
         suffixes = [prompt[n:] for group, n in zip(groups, shared, strict=True) for prompt in group]
         clusters = [number for number, group in enumerate(groups) for _ in group]
-        prefix = compute_prefix(self.policy, [group[0][:n] for group, n in zip(groups, shared, strict=True)])
-        started = start_decoding(prefix, suffixes, clusters, self.max_new_tokens)
+        prefixes = [group[0][:n] for group, n in zip(groups, shared, strict=True)]
+        started = start_decoding(self.policy, prefixes, suffixes, clusters, self.max_new_tokens)
         self.counts.prefix += sum(shared)
         self.counts.suffix += sum(map(len, suffixes))
         return started

@@ -164,13 +164,14 @@ class _JoinedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layout: Layout, scale: float, *tensors: Tensor) -> Tensor:
         query, key, value, *prefix = tensors
+        sources = prefix or (key, value)
         out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[-1]).transpose(1, 2)
         lse = query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))  # (1, h, T)
         for rows in layout.own:
             own = (x[:, :, rows] for x in (query, key, value))
             out[:, :, rows], lse[:, :, rows] = part_forward(*own, scale=scale, causal=True)
         for rows, keys in layout.shared:
-            other = part_forward(query[:, :, rows], *(x[:, :, keys] for x in prefix), scale=scale)
+            other = part_forward(query[:, :, rows], *(x[:, :, keys] for x in sources), scale=scale)
             out[:, :, rows], lse[:, :, rows] = join(out[:, :, rows], lse[:, :, rows], *other)
         ctx.save_for_backward(*tensors, out, lse)
         ctx.layout, ctx.scale = layout, scale
@@ -189,9 +190,11 @@ class _JoinedAttention(torch.autograd.Function):
                 total[:, :, rows] = part
         for rows, keys in ctx.layout.shared:
             given, asked, joined, norm = (x[:, :, rows] for x in (grad, query, out, lse))
-            prefix_key, prefix_value = (x[:, :, keys] for x in prefix)
+            prefix_key, prefix_value = (x[:, :, keys] for x in prefix or (key, value))
             parts = part_backward(given, asked, prefix_key, prefix_value, joined, norm, scale=ctx.scale, causal=False)
-            for total, where, part in zip((grads[0], *grads[3:]), (rows, keys, keys), parts, strict=True):
+            for total, where, part in zip(
+                (grads[0], *(grads[3:] or grads[1:])), (rows, keys, keys), parts, strict=True
+            ):
                 total[:, :, where] += part
         return None, None, *grads
 
@@ -205,11 +208,11 @@ def joined_attention(
     prefix: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return the attention (1, h, T, dv) of a packed row: every range of `layout.own` causally to itself, and the
-    queries of every `layout.shared` span to keys of the prefix besides; neither is ever repeated.
+    queries of every `layout.shared` span to keys of the prefix besides, which are the row's own where none is given;
+    neither is ever repeated.
 
     query (1, h, T, d), key (1, kv, T, d), value (1, kv, T, dv), prefix (1, kv, P, d) and (1, kv, P, dv); the ranges of
     `own` cover the row. Gradients reach all five.
     """
     assert sum(rows.stop - rows.start for rows in layout.own) == query.shape[2], "own ranges must cover the row"
-    assert not layout.shared or prefix is not None
     return _JoinedAttention.apply(layout, scale, query, key, value, *(prefix or ()))

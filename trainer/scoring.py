@@ -15,7 +15,7 @@ from .batching import Pass, TurnBatch, collate_turns, fed_length, pad_turns, pla
 from .exact_kl import fused_logprobs_and_kl
 from .policy import Head, Policy
 from .rollout import Turn
-from .shared_prefix import SharedPrefix, compute_prefix
+from .shared_prefix import SharedPrefix, compute_prefix, run_together
 
 
 class PolicyPass:
@@ -24,26 +24,29 @@ class PolicyPass:
     def __init__(self, policy: Policy, turns: Sequence[Turn], part: Pass, pad_id: int):
         self.policy, self.turns, self.pad_id = policy, turns, pad_id
         self._cluster = {i: number for number, cluster in enumerate(part.clusters) for i in cluster.members}
-        self._shared = [cluster.shared for cluster in part.clusters]
-        self._prefix: SharedPrefix | None = None
-        if part.clusters:
-            prefixes = [turns[cluster.members[0]].prompt_ids[: cluster.shared] for cluster in part.clusters]
-            self._prefix = compute_prefix(policy, prefixes)
+        self._prefixes = [turns[cluster.members[0]].prompt_ids[: cluster.shared] for cluster in part.clusters]
+        apart = len(part.microbatches) > 1
+        self._prefix: SharedPrefix | None = (
+            compute_prefix(policy, self._prefixes) if self._prefixes and apart else None
+        )
 
     def hidden(self, rows: Sequence[int]) -> torch.Tensor:
         """Return the hidden states (M, H) that predict the response tokens of some turns, in their order."""
         turns = [self.turns[row] for row in rows]
-        if self._prefix is None:
+        if not self._prefixes:
             device = next(self.policy.model.parameters()).device
             input_ids, attention_mask, positions = pad_turns(turns, self.pad_id, device)
             outputs = self.policy.backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
             return outputs.last_hidden_state.flatten(0, 1)[positions]
         clusters = [self._cluster[row] for row in rows]
         suffixes = [
-            [*turn.prompt_ids, *turn.completion_ids][self._shared[cluster] : -1]
+            [*turn.prompt_ids, *turn.completion_ids][len(self._prefixes[cluster]) : -1]
             for turn, cluster in zip(turns, clusters, strict=True)
         ]
-        states = self._prefix.suffix_hidden(suffixes, clusters)  # (tokens, H)
+        if self._prefix is None:
+            states, _ = run_together(self.policy, self._prefixes, suffixes, clusters)  # (tokens, H)
+        else:
+            states = self._prefix.suffix_hidden(suffixes, clusters)
         ends = torch.tensor([len(suffix) for suffix in suffixes]).cumsum(0).tolist()
         responses = [torch.arange(end - len(t.completion_ids), end) for t, end in zip(turns, ends, strict=True)]
         return states[torch.cat(responses).to(states.device)]

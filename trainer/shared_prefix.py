@@ -1,13 +1,12 @@
 """Prompts that share a long prefix: the prefix goes through the model once, members' suffixes attend to it.
 
-    with gradient:   prefix = compute_prefix(policy, prefixes)
+    one micro-batch: hidden, _ = run_together(policy, prefixes, suffixes, clusters)   # of the suffixes (T, H), packed
+    several:         prefix = compute_prefix(policy, prefixes)
                      for suffixes, clusters in micro_batches:
-                         hidden = prefix.suffix_hidden(suffixes, clusters)   # (tokens of the suffixes, H), packed
-                         loss(hidden).backward()                             # gathers at the prefix's keys and values
-                     prefix.backward()                                       # once, through the prefix
-    scoring:         the same under no_grad, without the last line
-    sampling:        decoder, hidden = start_decoding(prefix, suffixes, clusters, new_tokens)
-                     hidden = decoder.step(tokens);  decoder.keep(rows)
+                         hidden = prefix.suffix_hidden(suffixes, clusters)
+                         loss(hidden).backward()           # gathers at the prefix's keys and values
+                     prefix.backward()                     # once, through the prefix; without gradient left out
+    sampling:        decoding.py
 
 Every token passes through the network as one packed row; only attention knows which keys a token may see
 (joined_attention.py). Attention is reached through transformers' attention interface, for the time of our own passes
@@ -16,20 +15,18 @@ alone; the model's own calls keep the implementation that they were loaded with.
 
 import contextlib
 import functools
-import inspect
-import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .joined_attention import Layout, Span, join, joined_attention, part_forward
-from .policy import Policy, evaluating
+from .joined_attention import Layout, Span, joined_attention
+from .policy import Policy
 
 KeyValue = tuple[Tensor, Tensor]
 IMPLEMENTATION = "turngrpo_shared_prefix"  # not among the mask functions: transformers then builds no (L, L) mask
@@ -90,7 +87,7 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 
 @contextlib.contextmanager
-def _attending(policy: Policy, current: Attending) -> Iterator[None]:
+def attending(policy: Policy, current: Attending) -> Iterator[None]:
     """Let the model use our attention function, with `current` behind it."""
     own = policy.causal.config
     configs = {id(c): c for c in (own, policy.causal.base_model.config, own.get_text_config())}.values()
@@ -114,7 +111,7 @@ def _recomputing(policy: Policy, current: Attending) -> Iterator[None]:
     """
     modules = [m for m in policy.causal.modules() if getattr(m, "_gradient_checkpointing_func", None) is not None]
     functions = [module._gradient_checkpointing_func for module in modules]
-    contexts = lambda: (contextlib.nullcontext(), _attending(policy, current))  # noqa: E731
+    contexts = lambda: (contextlib.nullcontext(), attending(policy, current))  # noqa: E731
     if any(getattr(function, "keywords", {}).get("use_reentrant") for function in functions):
         raise ValueError("use_reentrant=True cannot share a prefix: set it to False in gradient_checkpointing_kwargs")
     try:
@@ -154,7 +151,7 @@ class _PackedPass:
         positions = [start + i for row, start in zip(rows, first, strict=True) for i in range(len(row))]
         inputs = torch.tensor([ids, positions], device=device)[:, None]  # (2, 1, T)
         replay = _PackedPass(self.layout, self.longest, self.prefix, recorded=None)
-        with _attending(policy, self), _recomputing(policy, replay):
+        with attending(policy, self), _recomputing(policy, replay):
             outputs = policy.backbone(input_ids=inputs[0], position_ids=inputs[1], use_cache=False)
         layers = policy.causal.config.get_text_config().num_hidden_layers
         if self.recorded.keys() != set(range(layers)):
@@ -165,9 +162,48 @@ class _PackedPass:
         return outputs.last_hidden_state[0], [self.recorded[layer] for layer in range(layers)]
 
 
-def _ranges(rows: Sequence[Sequence[int]]) -> list[slice]:
-    ends = list(accumulate(map(len, rows)))
-    return [slice(end - len(row), end) for row, end in zip(rows, ends, strict=True)]
+def _ranges(rows: Sequence[Sequence[int]], start: int = 0) -> list[slice]:
+    """Return where each row stands in a packed one, the first at `start`."""
+    ends = list(accumulate(map(len, rows), initial=start))
+    return [slice(*pair) for pair in pairwise(ends)]
+
+
+def _spans(members: Sequence[slice], clusters: Sequence[int], lengths: Sequence[int]) -> list[Span]:
+    """Return which of the packed prefixes' keys the members see; neighbours in a cluster as one span."""
+    ends, spans = list(accumulate(lengths)), list[Span]()
+    for member, cluster in zip(members, clusters, strict=True):
+        keys = slice(ends[cluster] - lengths[cluster], ends[cluster])
+        if spans and spans[-1].keys == keys:
+            spans[-1] = Span(slice(spans[-1].queries.start, member.stop), keys)
+        elif lengths[cluster]:
+            spans.append(Span(member, keys))
+    return spans
+
+
+def _first_positions(
+    suffixes: Sequence[Sequence[int]], clusters: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[int], int]:
+    """Return the position at which each suffix begins, and how long the longest row is with its prefix."""
+    if not all(suffixes) or not suffixes:
+        raise ValueError("a suffix is empty: expected one token at least, from which the response is predicted")
+    first = [lengths[cluster] for cluster in clusters]
+    return first, max(start + len(suffix) for start, suffix in zip(first, suffixes, strict=True))
+
+
+def run_together(
+    policy: Policy, prefixes: Sequence[Sequence[int]], suffixes: Sequence[Sequence[int]], clusters: Sequence[int]
+) -> tuple[Tensor, list[KeyValue]]:
+    """Run prefixes and all their members' suffixes as one packed row, where one micro-batch holds them.
+
+    Returns the suffixes' hidden states (T, H) as `SharedPrefix.suffix_hidden` does, and per layer the keys and values
+    of the prefixes, then of the suffixes.
+    """
+    lengths, filled = list(map(len, prefixes)), [prefix for prefix in prefixes if prefix]
+    first, longest = _first_positions(suffixes, clusters, lengths)
+    members = _ranges(suffixes, start=sum(lengths))
+    layout = Layout([*_ranges(filled), *members], _spans(members, clusters, lengths))
+    hidden, computed = _PackedPass(layout, longest).run(policy, [*filled, *suffixes], [*[0] * len(filled), *first])
+    return hidden[sum(lengths) :], computed
 
 
 @dataclass
@@ -184,25 +220,11 @@ class SharedPrefix:
 
         Row i of a member predicts its token i + 1. Members come in any order, those of a cluster best side by side.
         """
-        return self._suffix_pass(suffixes, clusters)[0]
-
-    def _suffix_pass(
-        self, suffixes: Sequence[Sequence[int]], clusters: Sequence[int]
-    ) -> tuple[Tensor, list[KeyValue]]:
-        if not all(suffixes) or not suffixes:
-            raise ValueError("a suffix is empty: expected one token at least, from which the response is predicted")
         assert self.leaves or not any(self.lengths), "backward() has freed this prefix"
-        rows, ends = _ranges(suffixes), list(accumulate(self.lengths))
-        spans: list[Span] = []
-        for member, cluster in zip(rows, clusters, strict=True):
-            keys = slice(ends[cluster] - self.lengths[cluster], ends[cluster])
-            if spans and spans[-1].keys == keys:
-                spans[-1] = Span(slice(spans[-1].queries.start, member.stop), keys)
-            elif self.lengths[cluster]:
-                spans.append(Span(member, keys))
-        first = [self.lengths[cluster] for cluster in clusters]
-        longest = max(start + len(suffix) for start, suffix in zip(first, suffixes, strict=True))
-        return _PackedPass(Layout(rows, spans), longest, self.leaves or None).run(self.policy, suffixes, first)
+        first, longest = _first_positions(suffixes, clusters, self.lengths)
+        members = _ranges(suffixes)
+        layout = Layout(members, _spans(members, clusters, self.lengths))
+        return _PackedPass(layout, longest, self.leaves or None).run(self.policy, suffixes, first)[0]
 
     def backward(self) -> None:
         """Send what the suffixes' backward passes gathered through the prefix, once, and free it."""
@@ -225,166 +247,3 @@ def compute_prefix(policy: Policy, prefixes: Sequence[Sequence[int]]) -> SharedP
     _, computed = _PackedPass(Layout(_ranges(filled)), max(lengths)).run(policy, filled, [0] * len(filled))
     leaves = [tuple(x.detach().requires_grad_(x.requires_grad) for x in layer) for layer in computed]
     return SharedPrefix(policy, lengths, computed, leaves)  # type: ignore[arg-type]
-
-
-# ---- decoding ----
-
-
-class Decoder:
-    """One new token per row: all rows of a group as one product with its prefix, each row's own keys apart, joined.
-
-    The prefixes (C, kv, P, d) of C clusters are padded and never repeated; a row's own keys and values stand in
-    buffers (R, kv, S, d) that are written in place.
-    """
-
-    def __init__(
-        self, prefix: SharedPrefix, clusters: Sequence[int], own: Sequence[KeyValue], lengths: Tensor, room: int
-    ):
-        self.policy, self._cluster = prefix.policy, torch.tensor(clusters, device=lengths.device)  # (R,)
-        self._prefix_lengths = torch.tensor(prefix.lengths, device=lengths.device)  # (C,)
-        self._prefix = [tuple(_unpack(x, prefix.lengths) for x in layer) for layer in prefix.leaves]
-        self._lengths, self._longest_own = lengths, int(lengths.max())  # (R,)
-        self.longest = max(prefix.lengths) + self._longest_own + room
-        rows = torch.arange(len(lengths), device=lengths.device)
-        row = rows.repeat_interleave(lengths)  # (T,)
-        place = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]  # (T,)
-        self._own = []
-        for layer in own:
-            buffers = tuple(x.new_zeros(len(rows), x.shape[1], self._longest_own + room, x.shape[3]) for x in layer)
-            for buffer, x in zip(buffers, layer, strict=True):
-                buffer[row, :, place] = x[0].transpose(0, 1)  # (T, kv, d)
-            self._own.append(buffers)
-        self._arrange()
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor) -> Tensor:
-        """Take one token (R,) per row; return the hidden states (R, H) that predict the next ones."""
-        positions = self._prefix_lengths[self._cluster] + self._lengths  # (R,)
-        self._longest_own += 1
-        assert self._longest_own <= self._own[0][0].shape[2], "no room for another token"
-        self._own_mask = self._mask(self._lengths + 1, self._longest_own)  # (R, 1, 1, S)
-        with _attending(self.policy, self):
-            outputs = self.policy.backbone(input_ids=tokens[:, None], position_ids=positions[:, None], use_cache=False)
-        self._lengths = self._lengths + 1
-        return outputs.last_hidden_state[:, 0]
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows alone; a prefix that no row reads any more leaves with them."""
-        self._lengths = self._lengths[rows]
-        for layer, buffers in enumerate(self._own):
-            for buffer in buffers:  # the copy is as wide as what is written, and lands in the same memory
-                buffer[: len(rows), :, : self._longest_own] = buffer[rows, :, : self._longest_own]
-            self._own[layer] = tuple(buffer[: len(rows)] for buffer in buffers)
-        read, self._cluster = self._cluster[rows].unique(return_inverse=True)
-        if len(read) < len(self._prefix_lengths):
-            self._prefix_lengths = self._prefix_lengths[read]
-            width = int(self._prefix_lengths.max())
-            self._prefix = [tuple(x[read, :, :width] for x in layer) for layer in self._prefix] if width else []
-        self._arrange()
-
-    def _arrange(self) -> None:
-        """Give every row a slot in the grid (C, W) of the rows that read each prefix, and mask padded prefixes."""
-        self._rows = torch.arange(len(self._cluster), device=self._cluster.device)  # (R,)
-        sizes = self._cluster.bincount(minlength=len(self._prefix_lengths))  # (C,)
-        order = self._cluster.argsort(stable=True)  # (R,)
-        member = torch.empty_like(order)
-        member[order] = self._rows - (sizes.cumsum(0) - sizes)[self._cluster[order]]
-        self._width = int(sizes.max())
-        self._slot = self._cluster * self._width + member  # (R,)
-        padded = bool((self._prefix_lengths < self._prefix_lengths.max()).any())
-        self._prefix_mask = self._mask(self._prefix_lengths, int(self._prefix_lengths.max())) if padded else None
-
-    def _mask(self, lengths: Tensor, width: int) -> Tensor:
-        """Return an additive mask (N, 1, 1, width) that is finite: a row that is all masked gets weight 0."""
-        dtype = self._own[0][0].dtype
-        hidden = torch.arange(width, device=lengths.device) >= lengths[:, None]  # (N, width)
-        return (hidden.to(dtype) * (torch.finfo(dtype).min / 2))[:, None, None]
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        for buffer, x in zip(self._own[layer], (key, value), strict=True):
-            buffer[self._rows, :, self._lengths] = x[:, :, 0]
-        query = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # (R, kv, r, d)
-        own = (buffer[:, :, : self._longest_own] for buffer in self._own[layer])
-        out, lse = part_forward(query, *own, scale=scale, mask=self._own_mask)  # (R, kv, r, dv), (R, kv, r)
-        if self._prefix:
-            grid = query.new_zeros(len(self._prefix_lengths) * self._width, *query.shape[1:])  # (C * W, kv, r, d)
-            grid[self._slot] = query
-            stacked = self._stack(grid)  # (C, kv, W * r, d)
-            parts = part_forward(stacked, *self._prefix[layer], scale=scale, mask=self._prefix_mask)
-            out, _ = join(out, lse, *(self._unstack(part, query.shape[2])[self._slot] for part in parts))
-        return out.flatten(1, 2)[:, :, None]  # (R, h, 1, dv)
-
-    def _stack(self, grid: Tensor) -> Tensor:
-        """(C * W, kv, r, ...) -> (C, kv, W * r, ...)."""
-        return grid.unflatten(0, (-1, self._width)).transpose(1, 2).flatten(2, 3)
-
-    def _unstack(self, stacked: Tensor, group: int) -> Tensor:
-        """(C, kv, W * r, ...) -> (C * W, kv, r, ...), r = `group` query heads per key head."""
-        return stacked.unflatten(2, (self._width, group)).transpose(1, 2).flatten(0, 1)
-
-
-def _unpack(packed: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Turn packed keys or values (1, kv, sum P, d) into padded ones (C, kv, P, d); a view where nothing is padded."""
-    if len(set(lengths)) == 1:
-        return packed[0].unflatten(1, (len(lengths), -1)).transpose(0, 1)
-    padded = packed.new_zeros(len(lengths), packed.shape[1], max(lengths), packed.shape[3])
-    for row, part in zip(padded, packed[0].split(list(lengths), dim=1), strict=True):
-        row[:, : part.shape[1]] = part
-    return padded
-
-
-@torch.no_grad()
-def start_decoding(
-    prefix: SharedPrefix, suffixes: Sequence[Sequence[int]], clusters: Sequence[int], room: int
-) -> tuple[Decoder, Tensor]:
-    """Run the rows' suffixes; return a decoder with room for `room` more tokens, and the last hidden states (R, H)."""
-    hidden, own = prefix._suffix_pass(suffixes, clusters)
-    lengths = torch.tensor([len(suffix) for suffix in suffixes], device=hidden.device)  # (R,)
-    return Decoder(prefix, clusters, own, lengths, room), hidden[lengths.cumsum(0) - 1]
-
-
-# ---- which models can ----
-
-PROBE_PREFIXES: list[list[int]] = [[1, 2, 3, 4, 5], [], [6, 7]]
-PROBE_SUFFIXES, PROBE_CLUSTERS = [[8, 9, 10], [11], [12, 13], [14, 1, 2]], [0, 0, 1, 2]
-
-
-def why_unsupported(policy: Policy, longest: int = sys.maxsize) -> str | None:
-    """Say why this model cannot share a prefix in rows of up to `longest` tokens, or None: its results are compared.
-
-    Callers that get a reason compute prompts apart, and say so once.
-    """
-    config, name = policy.causal.config.get_text_config(), type(policy.causal).__name__
-    types = set(getattr(config, "layer_types", None) or ["full_attention", "sliding_attention"])
-    window = getattr(config, "sliding_window", None)
-    if types - {"full_attention", "sliding_attention"}:
-        return f"{name} has layers of the types {sorted(types)}, expected attention to all tokens"
-    if window is not None and window < longest and "sliding_attention" in types:
-        return f"{name} has a sliding window of {window} tokens, shorter than the rows"
-    if "position_ids" not in inspect.signature(policy.causal.base_model.forward).parameters:
-        return f"{name} takes no position_ids"
-    try:
-        gap = _probe(policy)
-    except UnsupportedAttention as error:
-        return str(error)
-    tolerance = 1e-3 if policy.dtype in (torch.float32, torch.float64) else 0.1
-    return None if gap <= tolerance else f"{name}: hidden states differ from a plain pass by {gap:.3g} of the largest"
-
-
-def _probe(policy: Policy) -> float:
-    """Return the largest difference of hidden states from those of plain passes, over the largest of these."""
-    device = next(policy.model.parameters()).device
-    suffixes, clusters = PROBE_SUFFIXES, PROBE_CLUSTERS
-    with evaluating(policy.model):
-        prefix = compute_prefix(policy, PROBE_PREFIXES)
-        decoder, _ = start_decoding(prefix, suffixes, clusters, 2)
-        steps = [decoder.step(torch.full((len(suffixes),), token, device=device)) for token in (3, 5)]
-        packed = prefix.suffix_hidden(suffixes, clusters).split([len(suffix) for suffix in suffixes])
-        gaps, sizes = [], []
-        for row, (suffix, cluster) in enumerate(zip(suffixes, clusters, strict=True)):
-            ids = torch.tensor([[*PROBE_PREFIXES[cluster], *suffix, 3, 5]], device=device)
-            plain = policy.backbone(input_ids=ids, use_cache=False).last_hidden_state[0, -len(suffix) - 2 :]
-            ours = torch.cat([packed[row], *(step[row, None] for step in steps)])
-            gaps.append(float((ours - plain).abs().max()))
-            sizes.append(float(plain.abs().max()))
-    return max(gaps) / max(sizes)
