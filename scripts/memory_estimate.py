@@ -6,6 +6,7 @@ prints both for scripts/recipes/qwen2.5_3b.yaml on 1, 4 and 8 GPUs; train.py --d
 Under DDP every GPU holds all of it; ZeRO and FSDP2 share out AdamW's states, 8 bytes of a trained parameter.
 """
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ def batch_fields(trajectories: int, group: int, processes: int) -> dict[str, int
 
 
 def main() -> int:
-    """Print the memory and the batches of the recipe."""
+    """Print the memory and the batches of the recipe; it takes no options."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     recipe = yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
     names = "per_device_train_batch_size num_generations max_completion_length max_tokens_per_microbatch beta".split()
     names.append("gradient_checkpointing")
