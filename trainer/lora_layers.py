@@ -2,7 +2,7 @@
 
     y = W x + s B A x          (LoRA, arXiv 2106.09685, equation 3)
 
-peft writes every term apart and adds, seven times the traffic of the output in memory; the products are the same.
+peft writes every term apart: seven passes over the output in memory in the place of three, for the same products.
 """
 
 from typing import Any
