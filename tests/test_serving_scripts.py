@@ -114,7 +114,15 @@ def test_a_server_without_token_ids_is_asked_by_messages(model, document, capsys
     assert content.startswith("Read.\n\n<question>\nred?\n</question>\n\n<section>\nThe code of red is 7.")
 
 
-def test_ctrl_c_leaves_the_trace_so_far(model, document, capsys):
+@pytest.fixture
+def listening_to_ctrl_c():
+    """Python's own handler of Ctrl-C: a process that a shell starts in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_the_trace_so_far(model, document, capsys, listening_to_ctrl_c):
     with serving(model, delay=0.3) as server:
 
         def interrupt():
