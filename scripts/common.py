@@ -186,7 +186,7 @@ def check_adapter(model: PreTrainedModel, lora: Any) -> None:
         get_peft_model(model, lora)
 
 
-def check_output(folder: Path, resumed: bool) -> None:
+def _check_output(folder: Path, resumed: bool) -> None:
     """Raise ValueError where the run would write over what another one left; every process sees it as it is found."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output_dir is {str(folder)!r}, which is a file: expected a folder, or a new name")
@@ -204,7 +204,7 @@ def make_output(folder: Path) -> None:
         probe.write(b"x")
 
 
-def resume_folder(given: str | bool | None, output_dir: str | None) -> str | None:
+def _resume_folder(given: str | bool | None, output_dir: str | None) -> str | None:
     """Return the checkpoint to go on from: the folder given, or for "true" the newest of the output directory.
 
     Raises ValueError where there is none.
@@ -219,6 +219,18 @@ def resume_folder(given: str | bool | None, output_dir: str | None) -> str | Non
             "expected a folder checkpoint-N, or true for the newest one of --output_dir"
         )
     return found
+
+
+def claim_output(config: Any) -> Path:
+    """Return a run's output directory and set the checkpoint that it goes on from; every process must call it.
+
+    Raises ValueError where another run's results would be overwritten, or there is no such checkpoint.
+    """
+    folder = Path(config.output_dir or "")
+    config.resume_from_checkpoint = _resume_folder(config.resume_from_checkpoint, config.output_dir)
+    _check_output(folder, config.resume_from_checkpoint is not None)
+    config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
+    return folder
 
 
 def option(default: Any, text: str) -> Any:

@@ -10,13 +10,22 @@ the ratio and clip that a second update would start from. Nothing is saved unles
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from common import load_model, load_tokenizer, make_workflow, parse_options, read_corpus, run_script, setting_up
+from common import (
+    load_model,
+    load_tokenizer,
+    make_workflow,
+    option,
+    parse_options,
+    read_corpus,
+    run_script,
+    setting_up,
+)
 from reporting import finite, make_console, write_json
 from rich.console import Console
 from rich.table import Table
@@ -39,39 +48,35 @@ TURN = "member step text finish_reason length reward turn_rewards advantage befo
 TOKEN = "text id behavior before after ratio clip_active exact_kl".split()
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class InspectArguments:
     """Which problem, what stands in for its rewards, and what is shown."""
 
-    row: str = _option("0", "Id of the train row, or its number from 0.")
-    rewards: list[float] | None = _option(None, "One number per response in place of the rewards.")
-    data_seed: int | None = _option(None, "Seed of the problems or of the split by project; --seed when left out.")
-    workflow: str = _option("single_turn", "single_turn (stock problems) or gated (a corpus).")
-    corpus: str | None = _option(None, "Corpus file of the workflow gated.")
-    layout: str | None = _option(None, "chunk_first or memory_first; the workflow's own when left out.")
-    instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own when left out.")
-    tokens: bool = _option(False, "Show every token too.")
-    json: str | None = _option(None, "Write everything as JSON to this file.")
+    row: str = option("0", "Id of the train row, or its number from 0.")
+    rewards: list[float] | None = option(None, "One number per response in place of the rewards.")
+    data_seed: int | None = option(None, "Seed of the problems or of the split by project; --seed when left out.")
+    workflow: str = option("single_turn", "single_turn (stock problems) or gated (a corpus).")
+    corpus: str | None = option(None, "Corpus file of the workflow gated.")
+    layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
+    instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    tokens: bool = option(False, "Show every token too.")
+    json: str | None = option(None, "Write everything as JSON to this file.")
 
 
 @dataclass
 class UpdateArguments:
     """How the group is sampled and the update made; the defaults are the laboratory's."""
 
-    num_generations: int = _option(4, "Responses of the group, >= 2.")
-    learning_rate: float = _option(1e-6, "Learning rate of the update.")
-    beta: float = _option(0.02, "Coefficient of the exact KL to the policy as it was.")
-    weight_decay: float = _option(0.01, "Weight decay of AdamW.")
-    loss_type: str = _option("grpo", "grpo, group or dapo.")
-    scale_rewards: str = _option("group", "none, group or batch.")
-    max_completion_length: int = _option(64, "Longest response in tokens.")
-    seed: int = _option(0, "Seed of the sampling noise.")
-    chunk_size: int = _option(5000, "Tokens per chunk where the corpus holds whole documents.")
-    max_memory_tokens: int = _option(1024, "A memory longer than this is cut.")
+    num_generations: int = option(4, "Responses of the group, >= 2.")
+    learning_rate: float = option(1e-6, "Learning rate of the update.")
+    beta: float = option(0.02, "Coefficient of the exact KL to the policy as it was.")
+    weight_decay: float = option(0.01, "Weight decay of AdamW.")
+    loss_type: str = option("grpo", "grpo, group or dapo.")
+    scale_rewards: str = option("group", "none, group or batch.")
+    max_completion_length: int = option(64, "Longest response in tokens.")
+    seed: int = option(0, "Seed of the sampling noise.")
+    chunk_size: int = option(5000, "Tokens per chunk where the corpus holds whole documents.")
+    max_memory_tokens: int = option(1024, "A memory longer than this is cut.")
 
 
 class BeforeAndAfter(TrainerCallback):

@@ -23,7 +23,7 @@ from typing import Any
 
 from common import (
     check_adapter,
-    check_output,
+    claim_output,
     empty_model,
     load_model,
     load_tokenizer,
@@ -31,7 +31,6 @@ from common import (
     make_workflow,
     parse_options,
     read_corpus,
-    resume_folder,
     run_script,
     setting_up,
 )
@@ -307,10 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
     with setting_up():
         options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
-        output = Path(config.output_dir or "")
-        config.resume_from_checkpoint = resume_folder(config.resume_from_checkpoint, config.output_dir)
-        check_output(output, config.resume_from_checkpoint is not None)
-        config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
+        output = claim_output(config)
         if (options.corpus is None) == (options.targets is None):
             raise ValueError("expected one of --corpus and --targets")
         if not 0 <= options.gate_noise < 1:

@@ -26,16 +26,16 @@ from common import (
     TRAJECTORY_REWARDS,
     TURN_REWARDS,
     check_adapter,
-    check_output,
+    claim_output,
     empty_model,
     find_rewards,
     load_model,
     load_tokenizer,
     make_output,
     make_workflow,
+    option,
     parse_options,
     read_corpus,
-    resume_folder,
     run_script,
     sample_rows,
     setting_up,
@@ -61,28 +61,24 @@ from turngrpo.trainer.vllm_engine import check_servers
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass
 class TrainArguments(ScriptArguments):
     """What to read, how, and what is rewarded; the dataset options of trl serve the workflow single_turn."""
 
-    corpus: str | None = _option(None, "Corpus file (JSON Lines with a manifest line).")
-    validation_fraction: float = _option(0.1, "Share of the projects that are held out for validation.")
-    split_seed: int = _option(0, "Seed of the split by project.")
-    workflow: str = _option("gated", "gated, memagent or single_turn.")
-    layout: str | None = _option(None, "chunk_first or memory_first; the workflow's own when left out.")
-    instruction: str | None = _option(None, "Instruction of chunk turns; the workflow's own when left out.")
-    reward_funcs: list[str] | None = _option(None, "Trajectory rewards by short name or dotted path.")
-    turn_reward_funcs: list[str] | None = _option(None, "Turn rewards by short name or dotted path.")
-    validation_rows: int | None = _option(None, "Evaluate on a sample of so many validation rows; all when left out.")
-    validation_members: int = _option(1, "Readings of every validation row, >= 1.")
-    adapter_name: str | None = _option(None, "Name of the exported adapter; the output directory's when left out.")
-    quickstart: bool = _option(False, "Make the needle corpus and the tiny warm-started model first.")
-    threads: int | None = _option(None, "CPU threads of torch; torch's own choice when left out.")
-    dry_run: bool = _option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
+    corpus: str | None = option(None, "Corpus file (JSON Lines with a manifest line).")
+    validation_fraction: float = option(0.1, "Share of the projects that are held out for validation.")
+    split_seed: int = option(0, "Seed of the split by project.")
+    workflow: str = option("gated", "gated, memagent or single_turn.")
+    layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
+    instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path.")
+    turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path.")
+    validation_rows: int | None = option(None, "Evaluate on a sample of so many validation rows; all when left out.")
+    validation_members: int = option(1, "Readings of every validation row, >= 1.")
+    adapter_name: str | None = option(None, "Name of the exported adapter; the output directory's when left out.")
+    quickstart: bool = option(False, "Make the needle corpus and the tiny warm-started model first.")
+    threads: int | None = option(None, "CPU threads of torch; torch's own choice when left out.")
+    dry_run: bool = option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
 
 
 @dataclass
@@ -324,10 +320,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with TemporaryDirectory() as folder:
                 dry_run(prepare(options, config, model_options, console, Path(folder)))
             return 0
-        output = Path(config.output_dir or "")
-        config.resume_from_checkpoint = resume_folder(config.resume_from_checkpoint, config.output_dir)
-        check_output(output, config.resume_from_checkpoint is not None)
-        config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
+        output = claim_output(config)
         run = prepare(options, config, model_options, console, output / "start")
         make_output(output)
     summary, trainer = train(run)

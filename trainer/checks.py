@@ -13,11 +13,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
 
+from .adapters import TRAINED
 from .config import TurnGRPOConfig
 from .rollout import row_name
 
 MAX_FAULTS = 20  # rows named in one error
-TRAINED = "default"  # the adapter that TRL copies as the reference and that an export takes
 # Initialisations of LoRA that write into the base weights, which a reference, an export and a server lack afterwards.
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 # What reward functions get under these names is not the dataset's.

@@ -23,7 +23,7 @@ from .iteration import ScoredRollout, score_rollout
 from .metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
 from .policy import Policy, evaluating
 from .processes import own_share
-from .reward_calls import call_rewards, call_turn_rewards, reward_name
+from .reward_calls import call_rewards, call_turn_rewards, last_turns, reward_name
 from .rollout import Completion, Engine, Request, Trajectory, Turn, collect
 from .scoring import Reference, Scorer
 from .turn_grpo_trainer import EVAL_ITERATION
@@ -287,13 +287,7 @@ def score_trajectories(
     log_metric: Callable[[str, float], None] = lambda name, value: None,
 ) -> ScoredRollout:
     """Call the reward functions as the trainer does (on the last turn, in TRL's form) and add everything up."""
-    ids = [list(trajectory.turns[-1].completion_ids) for trajectory in trajectories]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    prompts = [trajectory.prompt for trajectory in trajectories]
-    completions = [
-        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
+    prompts, completions, ids = last_turns(trajectories, tokenizer)
     columns = {name: [t.row[name] for t in trajectories] for name in trajectories[0].row if name != "prompt"}
     arguments: dict[str, Any] = columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
     arguments |= {"trajectories": trajectories, "trainer_state": TrainerState(), "log_metric": log_metric}

@@ -55,12 +55,15 @@ class LoraLinear(tuners.lora.Linear):
 
     def _plain_adapter(self) -> str | None:
         """Return the one active adapter where it is plain LoRA on a frozen linear layer, else None."""
-        if self.disable_adapters or self.merged or len(self.active_adapters) != 1:
+        active, base = self.active_adapters, self.base_layer
+        if self.disable_adapters or self.merged or len(active) != 1:
             return None
-        name, base = self.active_adapters[0], self.base_layer
+        name = active[0]
         if name not in self.lora_A or name in self.lora_variant or self.lora_bias[name]:
             return None
-        if type(base) is not nn.Linear or any(parameter.requires_grad for parameter in base.parameters()):
+        if type(base) is not nn.Linear or base.weight.requires_grad:
+            return None
+        if base.bias is not None and base.bias.requires_grad:
             return None
         dropout = self.lora_dropout[name]
         return name if isinstance(dropout, nn.Identity) or dropout.p == 0 or not self.training else None

@@ -1,10 +1,8 @@
 """Calls of users' reward functions: a failure names the function, a wrong return says what was found and expected."""
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 from trl.trainer.utils import is_async_callable
 
 from .rollout import Trajectory
+from .server import gather_all, run_async
 
 
 class RewardError(ValueError):
@@ -42,6 +41,21 @@ def checked_reward(function: Any) -> Any:
     return call_async if is_async_callable(function) else call
 
 
+def last_turns(trajectories: Sequence[Trajectory], tokenizer: Any) -> tuple[list[Any], list[Any], list[list[int]]]:
+    """Return what reward functions see of the last turns, in TRL's form: prompts, completions and their ids.
+
+    The ids are copies: the turns' own are trained on.
+    """
+    ids = [list(trajectory.turns[-1].completion_ids) for trajectory in trajectories]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    prompts = [trajectory.prompt for trajectory in trajectories]
+    completions = [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    return prompts, completions, ids
+
+
 def call_rewards(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> list[list[float]]:
     """Call every trajectory reward function, the async ones together; returns F lists of B numbers, NaN for None."""
     return _settled([checked_reward(function)(**arguments) for function in functions])
@@ -52,12 +66,7 @@ def _settled(values: Sequence[Any]) -> list[Any]:
     waiting = [value for value in values if inspect.isawaitable(value)]
     if not waiting:
         return list(values)
-
-    async def finish() -> list[Any]:
-        return await asyncio.gather(*waiting)
-
-    with ThreadPoolExecutor(1) as pool:  # a notebook's thread has a loop of its own already
-        finished = iter(pool.submit(asyncio.run, finish()).result())
+    finished = iter(run_async(gather_all(waiting)))
     return [next(finished) if inspect.isawaitable(value) else value for value in values]
 
 

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -125,7 +125,7 @@ def _reason(response: httpx.Response) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-async def gather_all(coroutines: list[Coroutine[Any, Any, Value]]) -> list[Value]:
+async def gather_all(coroutines: Sequence[Awaitable[Value]]) -> list[Value]:
     """Run everything at once and return the results in order; the first error cancels the rest and is raised."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

@@ -41,7 +41,7 @@ from .processes import (
 )
 from .recording import Recording
 from .resume import Resumable
-from .reward_calls import call_turn_rewards, checked_reward, reward_name
+from .reward_calls import call_turn_rewards, checked_reward, last_turns, reward_name
 from .rollout import Trajectory, collect
 from .scoring import Reference, Scorer, Scores
 from .vllm_engine import VllmEngine, make_vllm_engine
@@ -214,14 +214,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
 
         Returns the rewards (B, F) of all processes, as TRL gathers them, and the turn rewards (N, F_turn) of this one.
         """
-        last = [trajectory.turns[-1] for trajectory in trajectories]
-        prompts = [trajectory.prompt for trajectory in trajectories]
-        completion_ids = [list(turn.completion_ids) for turn in last]  # copies: the turns' own are trained on
-        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
-        completions = [
-            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        prompts, completions, completion_ids = last_turns(trajectories, self._tokenizer)
         inputs = [{**row, "trajectories": t} for row, t in zip(rows, trajectories, strict=True)]
         per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids).cpu()
         columns = {k: [x[k] for x in inputs] for k in inputs[0] if k not in ("prompt", "completion", "completion_ids")}
