@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # rewards run without torch and without the trainer
-    from turngrpo.trainer.rollout import Trajectory
+    from turngrpo.trainer.reading.rollout import Trajectory
 
 _ARTICLES = {"a", "an", "the"}
 _MINUS = str.maketrans({"\u2212": "-", "\u2013": "-"})  # minus sign and en dash, as typeset negative numbers have them
@@ -93,7 +93,7 @@ def answer_reward(
 ) -> list[float | None]:
     """Trajectory reward: 1 where the boxed answer equals a gold answer after `normalize_answer`, else 0.
 
-    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> from turngrpo.trainer.reading.rollout import Trajectory
     >>> trajectories = [Trajectory({}, 0, 0, answer=text) for text in ("The Eiffel Tower.", "a tower", None)]
     >>> answer_reward([], [], [], trajectories, answers=[["Eiffel Tower", "Tour Eiffel"]] * 3)
     [1.0, 0.0, 0.0]
@@ -113,7 +113,7 @@ def answer_f1(
 
     2 * common / (words of the answer + words of the gold), words counted with multiplicity.
 
-    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> from turngrpo.trainer.reading.rollout import Trajectory
     >>> answer_f1([], [], [], [Trajectory({}, 0, 0, answer="the old tower")], answers=[["Eiffel Tower"]])
     [0.5]
     """
@@ -130,7 +130,7 @@ def answer_contains(
 ) -> list[float | None]:
     """Trajectory reward: 1 where a gold answer stands in the boxed answer as whole, adjacent words, else 0.
 
-    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> from turngrpo.trainer.reading.rollout import Trajectory
     >>> trajectories = [Trajectory({}, 0, 0, answer=text) for text in ("the Eiffel Tower in Paris", "Parisian")]
     >>> answer_contains([], [], [], trajectories, answers=[["Paris"]] * 2)
     [1.0, 0.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # rewards run without torch and without the trainer
-    from turngrpo.trainer.rollout import Trajectory
+    from turngrpo.trainer.reading.rollout import Trajectory
 
 EARLY_EXIT, LATE_EXIT = -0.75, -0.5  # GRU-Mem: leaving before the last evidence loses more than reading on
 
@@ -21,8 +21,8 @@ def update_reward(
 
     None for a turn that is no chunk turn (the answer) and for a chunk without a label.
 
-    >>> from turngrpo.trainer.gates import GateDecision
-    >>> from turngrpo.trainer.rollout import Trajectory, Turn
+    >>> from turngrpo.trainer.reading.gates import GateDecision
+    >>> from turngrpo.trainer.reading.rollout import Trajectory, Turn
     >>> wrote = GateDecision(check=True, candidate="x", exit=False)
     >>> turns = [Turn(1, [], [], [], "eos", "", wrote, evidence=True), Turn(2, [], [], [], "eos", "", wrote, False)]
     >>> turns += [Turn(3, [], [], [], "length", "", None, True), Turn(None, [], [], [], "eos", "")]
@@ -52,7 +52,7 @@ def exit_reward(
 
     Where no exit step was recorded the last chunk turn counts; None where T* is not known or no chunk was read.
 
-    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> from turngrpo.trainer.reading.rollout import Trajectory
     >>> exit_reward([], [], [], [Trajectory({}, 0, 0, exit_step=step, last_evidence=3) for step in (3, 2, 4)])
     [0.0, -0.75, -0.5]
     """
@@ -79,7 +79,7 @@ def format_reward(
 ) -> list[float]:
     """Trajectory reward: 1 where every turn parsed, else 0.
 
-    >>> from turngrpo.trainer.rollout import Trajectory
+    >>> from turngrpo.trainer.reading.rollout import Trajectory
     >>> format_reward([], [], [], [Trajectory({}, 0, 0), Trajectory({}, 0, 1, parsed=False)])
     [1.0, 0.0]
     """

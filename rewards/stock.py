@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from turngrpo.data_prep import stock_arithmetic
 
 if TYPE_CHECKING:  # rewards run without torch and without the trainer
-    from turngrpo.trainer.rollout import Trajectory, Turn
+    from turngrpo.trainer.reading.rollout import Trajectory, Turn
 
 _UNKNOWN_TOKEN = re.compile(r"<\|unknown_token:\d+\|>")  # as a rollout writes an id that the tokenizer does not know
 
@@ -30,7 +30,7 @@ def stock_reward(
 ) -> list[float]:
     """Trajectory reward: 1 where the last turn is a valid JSON answer with the final stock of its problem, else 0.
 
-    >>> from turngrpo.trainer.rollout import Trajectory, Turn
+    >>> from turngrpo.trainer.reading.rollout import Trajectory, Turn
     >>> replies = [('{"final_stock": 37}', "eos"), ('{"final_stock": 36}', "eos"), ('{"final_stock": 37}', "length")]
     >>> turns = [Turn(None, [], [], [], finish_reason, text) for text, finish_reason in replies]
     >>> trajectories = [Trajectory({}, 0, member, [turn]) for member, turn in enumerate(turns)]

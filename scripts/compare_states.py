@@ -6,7 +6,7 @@ python scripts/compare_states.py out/checkpoint-100 resumed/checkpoint-100
 import argparse
 import sys
 
-from turngrpo.trainer.states import checkpoint_fields, compare_states
+from turngrpo.trainer.runs.compare import checkpoint_fields, compare_states
 
 
 def main() -> int:

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import option, parse_options, run_script, setting_up
-from reporting import make_console
+from lib.options import option, parse_options
+from lib.reporting import make_console
+from lib.running import run_script, setting_up
 
 from turngrpo.data_prep import corpus_facts
-from turngrpo.trainer.adapters import MANIFEST, check_name, export_checkpoint, find_checkpoint, merge_version
-from turngrpo.trainer.hub import check_push, push_version
+from turngrpo.trainer.export.hub import check_push, push_version
+from turngrpo.trainer.export.merge import merge_version
+from turngrpo.trainer.export.versions import MANIFEST, check_name, export_checkpoint, find_checkpoint
 
 
 @dataclass

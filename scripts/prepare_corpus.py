@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer, counts = None, Counter[str]()
     try:
         if options.tokenizer:
-            from common import load_tokenizer  # slow to import, needed here alone
+            from lib.loading import load_tokenizer
 
             tokenizer = load_tokenizer(options.tokenizer)
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())

@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import SetupError, parse_options, run_script, setting_up
 from lab.config import LabConfig
 from lab.experiment import stages
 from lab.stages import Laboratory
-from reporting import make_console
+from lib.options import parse_options
+from lib.reporting import make_console
+from lib.running import SetupError, run_script, setting_up
 from rich.markdown import Markdown
 
 RECIPES = Path(__file__).parent / "recipes"

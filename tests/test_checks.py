@@ -13,7 +13,7 @@ from trl import GRPOConfig
 
 from turngrpo.trainer import GatedMemory, SingleTurn, TurnGRPOConfig
 from turngrpo.trainer.checks import check_adapters, check_arguments, check_model, check_rewards, check_rows
-from turngrpo.trainer.config import REFUSED
+from turngrpo.trainer.inherited_options import REFUSED
 
 # ---- options ----
 

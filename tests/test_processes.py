@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import process_cases
 import pyarrow.parquet as pq
 import pytest
-import sft  # noqa: E402  # process_cases makes scripts importable
+import sft
 import torch
 import yaml
 from accelerate import DistributedType
@@ -20,10 +20,10 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 from training import make_trainer, relative_gap
 
-from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig
+from turngrpo.trainer import Trajectory, Turn, TurnGRPOConfig, warm_start
 from turngrpo.trainer.checks import check_arguments, check_fsdp
-from turngrpo.trainer.iteration import score_rollout, training_slices
-from turngrpo.trainer.states import checkpoint_fields, compare_states
+from turngrpo.trainer.objective.iteration import score_rollout, training_slices
+from turngrpo.trainer.runs.compare import checkpoint_fields, compare_states
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
@@ -179,11 +179,11 @@ def test_a_warm_start_on_two_processes_is_that_of_one(one, two):
 def test_a_batch_that_would_be_filled_up_is_refused_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr(sft.SFTConfig, "world_size", 2)
     config = sft.SFTConfig(str(tmp_path), per_device_train_batch_size=3, use_cpu=True, bf16=False, report_to="none")
-    sft.check_batches(range(12), config)
+    warm_start.check_batches(range(12), config)
     with pytest.raises(ValueError, match="13 examples are no multiple of .* = 6.*--dataloader_drop_last"):
-        sft.check_batches(range(13), config)
+        warm_start.check_batches(range(13), config)
     config.dataloader_drop_last = True
-    sft.check_batches(range(13), config)
+    warm_start.check_batches(range(13), config)
 
 
 def test_an_evaluation_on_two_processes_is_that_of_one(one, two):
@@ -311,14 +311,13 @@ def test_bfloat16_weights_keep_their_reference(engine, sharded):
 # ---- options and launchers ----
 
 
-def test_slices_of_the_same_number_train_together(tmp_path):
+def test_slices_of_the_same_number_train_together():
     """Two processes hold trajectories 0, 1 and 2, 3; each of two updates takes one of either."""
     trajectories = [
         Trajectory({}, group, 0, [Turn(1, [5], [6] * n, [], "eos", "")]) for group, n in enumerate((1, 2, 4, 8))
     ]
-    config = TurnGRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True)
-    rewards = torch.tensor([[1.0]] * 4), torch.ones(1), torch.zeros(4, 0)
-    rollout = score_rollout(trajectories, 0, *rewards, config, False, own=range(2, 4))
+    rewards = torch.tensor([[1.0]] * 4), torch.zeros(4, 0)
+    rollout = score_rollout(trajectories, 0, *rewards, own=range(2, 4))
     first, second = training_slices(rollout, 1, 1, "dapo")
     assert (first.indices, second.indices) == ([2], [3])
     # Tokens 1 + 4 and 2 + 8; over all four slices it would be 15, of this process's alone 4.

@@ -9,9 +9,9 @@ from tiny import word_tokenizer
 from trl import GRPOConfig
 
 from turngrpo.data_prep import load_corpus
-from turngrpo.trainer.config import REFUSED
-from turngrpo.trainer.metrics import COST_NAMES
-from turngrpo.trainer.rollout import Completion, collect
+from turngrpo.trainer.inherited_options import REFUSED
+from turngrpo.trainer.measuring.metrics import COST_NAMES
+from turngrpo.trainer.reading.rollout import Completion, collect
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

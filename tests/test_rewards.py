@@ -17,11 +17,10 @@ import turngrpo.rewards.answers
 import turngrpo.rewards.gates
 from turngrpo.data_prep import load_corpus, write_corpus
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
-from turngrpo.trainer import TurnGRPOConfig
-from turngrpo.trainer.advantages import mix_advantages, trajectory_advantages, turn_advantages
-from turngrpo.trainer.gates import GateDecision
-from turngrpo.trainer.iteration import score_rollout
-from turngrpo.trainer.rollout import Trajectory, Turn
+from turngrpo.trainer.objective.advantages import mix_advantages, trajectory_advantages, turn_advantages
+from turngrpo.trainer.objective.iteration import score_rollout
+from turngrpo.trainer.reading.gates import GateDecision
+from turngrpo.trainer.reading.rollout import Trajectory, Turn
 
 
 def turn(step, check=None, evidence=None, exit=False):
@@ -92,9 +91,8 @@ def test_a3_r_format_strict():
             [replace(t, turns=[turn(1, check=True)]) for t in (worst, best_unparsed)],
             iteration=0,
             rewards_per_func=torch.tensor(parts).T,
-            reward_weights=torch.ones(3),
             turn_rewards_per_func=torch.tensor([[1.0], [-1.0]]),
-            config=TurnGRPOConfig("out", alpha=1.0, scale_rewards="none", use_cpu=True, bf16=False),
+            alpha=1.0,
             strict_format=strict,
         )
         assert rollout.rewards.tolist() == rewards

@@ -31,7 +31,7 @@ from trl import GRPOConfig
 
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn, TurnGRPOConfig, TurnGRPOTrainer
-from turngrpo.trainer.scoring import fed_tokens
+from turngrpo.trainer.forward.scoring import fed_tokens
 
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -138,8 +138,8 @@ def test_splitting_a_step_does_not_change_its_gradient(loss_type, tmp_path):
     batch = first_batch(trainer)
     whole = gradients(trainer, batch)
     seen = []
-    plan = trainer._microbatch_loss
-    trainer._microbatch_loss = lambda part, rows, *rest: seen.append(len(rows)) or plan(part, rows, *rest)
+    loss = trainer.compute_loss
+    trainer.compute_loss = lambda model, batch: seen.append(len(batch.turns)) or loss(model, batch)
     rows = len(trainer._buffered_inputs[0].indices)
     rollout = trainer._buffered_inputs[0].rollout
     tokens = sum(fed_tokens(rollout.turns, part) for part in trainer.scorer.plan(rollout.turns, keys=rollout.clusters))
@@ -170,7 +170,7 @@ def test_how_it_is_computed_changes_nothing(change, tmp_path):
 
 def test_every_prefix_goes_through_the_model_once_in_sampling_reference_and_training(tmp_path):
     trainer = make_trainer(tmp_path, beta=0.1, num_iterations=2, peft_config=LoraConfig(**LORA), behavior_check="off")
-    seen, phase, timed = {}, [], trainer._timed
+    seen, phase, timed = {}, [], trainer.update_log.timed
 
     @contextlib.contextmanager
     def watched(name):
@@ -179,7 +179,7 @@ def test_every_prefix_goes_through_the_model_once_in_sampling_reference_and_trai
             yield
         phase.pop()
 
-    trainer._timed = watched
+    trainer.update_log.timed = watched
     trainer.scorer = replace(trainer.scorer, timed=watched)
     layer = trainer.model.get_base_model().model.layers[0].mlp
 
@@ -231,7 +231,7 @@ def test_a_tampered_record_is_caught_and_named(check, tmp_path):
     def tampered(requests):
         completions = generate(requests)
         if requests[0].key.turn == 0:
-            completions[5].logprobs[-1] += 0.01
+            completions[5].behavior_logprobs[-1] += 0.01
         return completions
 
     trainer.engine.generate = tampered
@@ -249,7 +249,7 @@ def test_lower_precision_is_measured_and_limited_only_on_request(tmp_path):
         def shifted(requests):
             completions = generate(requests)
             for completion in completions:
-                completion.logprobs[0] += 0.01  # a gap that bfloat16 could have by rounding
+                completion.behavior_logprobs[0] += 0.01  # a gap that bfloat16 could have by rounding
             return completions
 
         trainer.engine.generate = shifted
@@ -543,8 +543,8 @@ def test_eval_metrics_are_exact_means_and_eval_loss_is_the_objective(tmp_path):
         eval_top_p=1.0,
     )
     kept = []
-    record = trainer._record
-    trainer._record = lambda rollout, mode: kept.append(rollout) or record(rollout, mode)
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda rows: kept.append(generate(rows)) or kept[-1]
     metrics = trainer.evaluate()
     assert [len(rollout.trajectories) for rollout in kept] == [4, 4, 2]
     rewards = torch.cat([rollout.rewards for rollout in kept])
@@ -701,8 +701,8 @@ def test_a_plain_config_rows_that_cannot_fit_and_missing_columns_are_refused_bef
 def test_default_config_is_made_for_a_workflow(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # TRL's own default asks for bf16 on an accelerator; everything else about args=None is ours.
-    cpu_config = functools.partial(TurnGRPOConfig, use_cpu=True, bf16=False, report_to=[], loss_type="grpo")
-    monkeypatch.setattr("turngrpo.trainer.checks.DEFAULT_CONFIG", cpu_config)
+    on_cpu = functools.partialmethod(TurnGRPOConfig.__init__, use_cpu=True, bf16=False, report_to=[], loss_type="grpo")
+    monkeypatch.setattr(TurnGRPOConfig, "__init__", on_cpu)
     tokenizer, dataset = word_tokenizer(), Dataset.from_dict({"prompt": PROMPTS})
     model = tiny_model(len(tokenizer), max_position_embeddings=1024)
     model.config._name_or_path = "somewhere/tiny"

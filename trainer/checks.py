@@ -13,16 +13,30 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.utils import get_config_model_id
 
-from .adapters import TRAINED
-from .config import TurnGRPOConfig
-from .rollout import row_name
+from turngrpo.trainer.config import TurnGRPOConfig
+from turngrpo.trainer.forward.policy import TRAINED
+from turngrpo.trainer.reading.rollout import row_name
 
 MAX_FAULTS = 20  # rows named in one error
 # Initialisations of LoRA that write into the base weights, which a reference, an export and a server lack afterwards.
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 # What reward functions get under these names is not the dataset's.
 RESERVED_COLUMNS = ("prompts", "completions", "trajectories")
-DEFAULT_CONFIG = TurnGRPOConfig  # made where a workflow is given no args
+# Hooks of GRPOTrainer (trl 1.16) and Trainer (transformers 5.24) that a workflow never calls.
+UNUSED_HOOKS = (
+    "_calculate_rewards",
+    "_compute_loss",
+    "_generate",
+    "_generate_single_turn",
+    "_get_per_token_logps_and_entropies",
+    "_get_tool_suffix_ids",
+    "_tokenize_prompts",
+    "_tool_call_loop",
+    "compute_loss_context_manager",
+    "get_gamma_weights",
+    "get_high_entropy_mask",
+    "get_off_policy_mask",
+)
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -36,6 +50,17 @@ def showing_arguments_of(base: Callable[..., Any]) -> Callable[[Method], Method]
         return method
 
     return decorate
+
+
+def check_hooks(subclass: type, trainer: type) -> None:
+    """Refuse a subclass that overrides what TRL or transformers would call, and a workflow never does."""
+    ignored = [name for name in UNUSED_HOOKS if getattr(subclass, name) is not getattr(trainer, name)]
+    if ignored:
+        raise ValueError(
+            f"{subclass.__name__} overrides {', '.join(ignored)}, which nothing calls under a workflow: override "
+            "_generate_and_score_completions (the generation step), compute_loss (the loss of one micro-batch) or the "
+            "workflow itself, or train without a workflow"
+        )
 
 
 def check_without_workflow(args: Any, turn_reward_funcs: Any) -> None:
@@ -62,7 +87,7 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
     args, model = arguments.get("args"), arguments["model"]
     if args is None:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
-        args = DEFAULT_CONFIG(f"{name.split('/')[-1]}-GRPO")
+        args = TurnGRPOConfig(f"{name.split('/')[-1]}-GRPO")
     if not isinstance(args, TurnGRPOConfig):
         raise ValueError(f"args is a {type(args).__name__}, but a workflow needs a TurnGRPOConfig")
     for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):

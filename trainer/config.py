@@ -1,67 +1,29 @@
-"""TurnGRPOConfig: GRPOConfig with TRL's defaults, our fields with the paper's values, what a workflow refuses."""
+"""TurnGRPOConfig: GRPOConfig with TRL's defaults, and our fields with the paper's values, checked."""
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl import GRPOConfig
 
-from .losses import LOSS_TYPES
-from .server import Server
+from turngrpo.trainer.inherited_options import option_faults
 
-# Inherited options that a workflow does not honour, with the reason; anything but the default raises by name.
-REFUSED: dict[str, str] = {
-    "use_vllm": "TRL's vLLM modes belong to training without a workflow; set rollout_engine='vllm' and vllm_base_url",
-    "use_transformers_continuous_batching": "it returns no log-probabilities of the sampled tokens",
-    "transformers_continuous_batching_config": "it returns no log-probabilities of the sampled tokens",
-    "use_transformers_paged": "it returns no log-probabilities of the sampled tokens",
-    "cache_implementation": "the engine keeps its own cache of shared prefixes",
-    "generation_kwargs": "training samples with full support; see temperature, eval_temperature and eval_top_p",
-    "top_p": "training samples with full support (1.0); for evaluation set eval_top_p",
-    "top_k": "training samples with full support (0)",
-    "min_p": "training samples with full support (None)",
-    "repetition_penalty": "training samples with full support (1.0)",
-    "pad_to_multiple_of": "rows are packed by max_tokens_per_microbatch",
-    "delta": "the surrogate is clipped on one interval, by epsilon and epsilon_high",
-    "importance_sampling_level": "ratios are per token",
-    "multi_objective_aggregation": "rewards are summed with reward_weights",
-    "mask_truncated_completions": "a truncated turn is unparsed and rewarded as such, never hidden from the loss",
-    "sync_ref_model": "the reference is frozen, and its digest is checked at the end",
-    "ref_model_mixup_alpha": "the reference is frozen",
-    "ref_model_sync_steps": "the reference is frozen",
-    "top_entropy_quantile": "every response token is trained",
-    "entropy_coef": "the objective is the surrogate and the exact KL; entropy is logged",
-    "use_adaptive_entropy": "the objective is the surrogate and the exact KL; entropy is logged",
-    "entropy_coef_min": "there is no entropy bonus",
-    "entropy_coef_max": "there is no entropy bonus",
-    "entropy_coef_delta": "there is no entropy bonus",
-    "entropy_target": "there is no entropy bonus",
-    "max_tool_calling_iterations": "turns belong to the workflow, there are no tools",
-    "off_policy_mask_threshold": "every sampled token is trained, with its recorded log-probability",
-    "sapo_temperature_neg": "loss_type 'sapo' is refused",
-    "sapo_temperature_pos": "loss_type 'sapo' is refused",
-    "vespo_k_pos": "loss_type 'vespo' is refused",
-    "vespo_lambda_pos": "loss_type 'vespo' is refused",
-    "vespo_k_neg": "loss_type 'vespo' is refused",
-    "vespo_lambda_neg": "loss_type 'vespo' is refused",
-    "remove_unused_columns": "workflows and reward functions read the dataset's columns",
-    "use_liger_kernel": "its kernels replace the forward that records and scores log-probabilities",
-    "liger_kernel_config": "its kernels replace the forward that records and scores log-probabilities",
-    "torch_compile": "scoring calls the backbone and the head apart",
-    "neftune_noise_alpha": "noise would make recorded and scored log-probabilities differ",
-    "label_smoothing_factor": "there are no labels",
-} | {
-    name: "it belongs to TRL's own vLLM modes; set rollout_engine='vllm' and vllm_base_url"
-    for name in (
-        "vllm_mode vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url "
-        "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization "
-        "vllm_max_model_length vllm_tensor_parallel_size vllm_importance_sampling_correction "
-        "vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min "
-        "vllm_importance_sampling_cap"
-    ).split()
+# Of Table 3, where an inherited field has another default.
+PAPER_VALUES: dict[str, Any] = {
+    "learning_rate": 1e-6,
+    "warmup_steps": 20,
+    "lr_scheduler_type": "constant_with_warmup",
+    "num_generations": 16,
+    "per_device_train_batch_size": 16,
+    "gradient_accumulation_steps": 128,
+    "max_completion_length": 2048,
+    "epsilon": 0.2,
+    "beta": 0.001,
+    "loss_type": "group",
+    "scale_rewards": "none",
+    "temperature": 1.0,
+    "top_p": 1.0,
 }
-
-HONOURED_WITH_VLLM = ("vllm_server_base_url", "vllm_server_timeout")  # under rollout_engine="vllm", as TRL means them
 
 
 def _our(default: Any, text: str) -> Any:
@@ -153,110 +115,15 @@ class TurnGRPOConfig(GRPOConfig):
     @classmethod
     def paper(cls, **overrides: Any) -> "TurnGRPOConfig":
         """Return the values of GRU-Mem's Table 3 (arXiv 2602.10560): 128 prompts x 16 rollouts, one update each."""
-        values: dict[str, Any] = {
-            "learning_rate": 1e-6,
-            "warmup_steps": 20,
-            "lr_scheduler_type": "constant_with_warmup",
-            "num_generations": 16,
-            "per_device_train_batch_size": 16,
-            "gradient_accumulation_steps": 128,
-            "max_completion_length": 2048,
-            "epsilon": 0.2,
-            "beta": 0.001,
-            "loss_type": "group",
-            "scale_rewards": "none",
-            "temperature": 1.0,
-            "top_p": 1.0,
-        }
-        return cls(**(values | overrides))
+        return cls(**(PAPER_VALUES | overrides))
 
     def check_workflow_options(self) -> None:
         """Raise ValueError naming every inherited option that a workflow does not honour, with what to do."""
-        defaults = {f.name: f.default for f in fields(self)}
-        with_vllm = self.rollout_engine == "vllm"
-        faults = self._vllm_faults() if with_vllm else []
-        faults += [
-            f"{name}={getattr(self, name)!r} is not honoured under a workflow: {reason}; leave it {defaults[name]!r}"
-            for name, reason in REFUSED.items()
-            if name in defaults and not _same(name, getattr(self, name), defaults[name])
-            if not (with_vllm and name in HONOURED_WITH_VLLM)
-        ]
-        if self.loss_type not in LOSS_TYPES:
-            faults.append(f"loss_type={self.loss_type!r} is not honoured under a workflow: use one of {LOSS_TYPES}")
-        if self.scale_rewards not in ("none", "group", "batch"):
-            faults.append(f"scale_rewards={self.scale_rewards!r}: use 'none', 'group' or 'batch'")
-        if not 0 < self.temperature < math.inf:
-            faults.append(f"temperature={self.temperature!r}: training samples, so it must be above 0")
-        if self.max_completion_length is None or self.max_completion_length < 1:
-            faults.append(
-                f"max_completion_length={self.max_completion_length}: a turn needs a limit of 1 token or more"
-            )
-        faults += self._number_faults()
-        assert self.steps_per_generation is not None
-        if self.steps_per_generation % self.gradient_accumulation_steps:
-            faults.append(
-                f"steps_per_generation={self.steps_per_generation} is not a multiple of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}: an optimizer step would mix rollouts of two iterations"
-            )
-        # One update on a rollout takes all of it; of several, each takes a part of every process's rows.
-        several = self.steps_per_generation > self.gradient_accumulation_steps
-        processes = 1 if several else self.world_size
-        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
-        if rows % (self.num_generations or 1):
-            counted = f" * {processes} processes" if processes > 1 else " on every process" if several else ""
-            faults.append(
-                f"per_device_train_batch_size * gradient_accumulation_steps = {self.per_device_train_batch_size} * "
-                f"{self.gradient_accumulation_steps}{counted} is not a multiple of num_generations="
-                f"{self.num_generations}: an optimizer step would split a group (per_device_train_batch_size counts "
-                "trajectories)"
-            )
-        if self.push_to_hub and self.hub_strategy != "end":
-            faults.append(
-                "push_to_hub: under a workflow the exported version is pushed at the end, never output_dir with its "
-                "rollouts at every checkpoint; set hub_strategy='end'"
-            )
+        faults = option_faults(self)
         if faults:
             raise ValueError("\n".join(faults))
 
-    def _number_faults(self) -> list[str]:
-        faults = []
-        for name in ("epsilon", "epsilon_high", "beta", "learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                faults.append(f"{name}={value!r}: expected a finite number >= 0")
-        for name in ("reward_weights", "turn_reward_weights"):
-            if not all(map(math.isfinite, getattr(self, name) or [])):
-                faults.append(f"{name}={getattr(self, name)!r}: expected finite numbers")
-        if self.num_iterations < 1:
-            faults.append(f"num_iterations={self.num_iterations!r}: a rollout is trained on once at least")
-        return faults
-
-    def _vllm_faults(self) -> list[str]:
-        faults = []
-        if bool(self.vllm_base_url) == bool(self.vllm_server_base_url):
-            faults.append(
-                f"rollout_engine='vllm' samples on running servers: found vllm_base_url={self.vllm_base_url!r} and "
-                f"vllm_server_base_url={self.vllm_server_base_url!r}, expected one of them, as in http://localhost:8000"
-            )
-        if self.temperature != 1:
-            faults.append(
-                f"temperature={self.temperature!r} is not honoured with rollout_engine='vllm': the servers report the "
-                "log-probabilities at temperature 1; leave it 1.0"
-            )
-        return faults
-
-    def vllm_servers(self) -> list[Server]:
-        """Return the servers of rollout_engine='vllm'; ValueError for what is no URL."""
-        urls = self.vllm_base_url or [self.vllm_server_base_url or ""]
-        waits = self.vllm_server_timeout, self.vllm_request_timeout
-        return [Server(url, *waits, connections=self.vllm_concurrent_requests) for url in urls]
-
-
-def _same(name: str, value: Any, default: Any) -> bool:
-    if name == "pad_to_multiple_of":  # TRL resolves its default "auto"
-        return value is None or value == default
-    if name == "remove_unused_columns":
-        return not value
-    if name == "torch_compile":  # the environment of a launcher may spell it as text
-        return value in (False, None)
-    return bool(value == default)
+    def advantage_options(self) -> dict[str, Any]:
+        """Return what score_rollout takes of the config, by its argument names."""
+        names = "alpha reward_weights turn_reward_weights turn_baseline scale_rewards advantage_epsilon".split()
+        return {name: getattr(self, name) for name in names}

@@ -1,16 +1,18 @@
-"""Calls of users' reward functions: a failure names the function, a wrong return says what was found and expected."""
+"""Calls of users' reward functions: one set of arguments; a failure or a wrong return names the function."""
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from trl.trainer.utils import is_async_callable
+from trl import apply_chat_template
 
-from .rollout import Trajectory
-from .server import gather_all, run_async
+from turngrpo.trainer.awaiting import gather_all, run_async
+from turngrpo.trainer.reading.rollout import Trajectory
+
+NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # which reach reward functions as plurals
 
 
 class RewardError(ValueError):
@@ -22,29 +24,17 @@ def reward_name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def checked_reward(function: Any) -> Any:
-    """Return a trajectory reward function whose numbers are checked, async where it is; a reward model as it is."""
-    if isinstance(function, torch.nn.Module):
-        return function
-    name = reward_name(function)
+def reward_arguments(
+    trajectories: Sequence[Trajectory],
+    tokenizer: Any,
+    trainer_state: Any,
+    log_extra: Callable[[str, list[Any]], None],
+    log_metric: Callable[[str, float], None],
+) -> dict[str, Any]:
+    """Return what every reward function is called with: the last turns in TRL's form, and everything else by name.
 
-    def call(**arguments: Any) -> list[float]:
-        with _named(name):
-            values = function(**arguments)
-        return _trajectory_numbers(name, values, len(arguments["completions"]))
-
-    async def call_async(**arguments: Any) -> list[float]:
-        with _named(name):
-            values = await function(**arguments)
-        return _trajectory_numbers(name, values, len(arguments["completions"]))
-
-    return call_async if is_async_callable(function) else call
-
-
-def last_turns(trajectories: Sequence[Trajectory], tokenizer: Any) -> tuple[list[Any], list[Any], list[list[int]]]:
-    """Return what reward functions see of the last turns, in TRL's form: prompts, completions and their ids.
-
-    The ids are copies: the turns' own are trained on.
+    `prompts`, `completions` and `completion_ids` are those of the last turns, without special tokens; then come the
+    columns of the dataset, the `trajectories`, and TRL's three helpers. Ids are copies: the turns' own are trained on.
     """
     ids = [list(trajectory.turns[-1].completion_ids) for trajectory in trajectories]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
@@ -53,33 +43,36 @@ def last_turns(trajectories: Sequence[Trajectory], tokenizer: Any) -> tuple[list
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
         for prompt, text in zip(prompts, texts, strict=True)
     ]
-    return prompts, completions, ids
+    columns = {name: [t.row[name] for t in trajectories] for name in trajectories[0].row if name not in NOT_COLUMNS}
+    return columns | {
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": ids,
+        "trajectories": list(trajectories),
+        "trainer_state": trainer_state,
+        "log_extra": log_extra,
+        "log_metric": log_metric,
+    }
 
 
-def call_rewards(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> list[list[float]]:
-    """Call every trajectory reward function, the async ones together; returns F lists of B numbers, NaN for None."""
-    return _settled([checked_reward(function)(**arguments) for function in functions])
-
-
-def _settled(values: Sequence[Any]) -> list[Any]:
-    """Return the values, those that async functions promised awaited together."""
-    waiting = [value for value in values if inspect.isawaitable(value)]
-    if not waiting:
-        return list(values)
-    finished = iter(run_async(gather_all(waiting)))
-    return [next(finished) if inspect.isawaitable(value) else value for value in values]
+def call_rewards(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> torch.Tensor:
+    """Call every trajectory reward function, the async ones together; return (B, F) float32, NaN for None."""
+    count = len(arguments["completions"])
+    columns = [_trajectory_numbers(name, values, count) for name, values in _called(functions, arguments)]
+    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), count).T
 
 
 def call_turn_rewards(
     functions: Sequence[Callable[..., Any]], trajectories: Sequence[Trajectory], arguments: dict[str, Any]
 ) -> torch.Tensor:
-    """Call every turn reward function and return (N, F_turn), NaN for None; a wrong shape is a RewardError by name."""
+    """Call every turn reward function, the async ones together; return (N, F_turn) float32, NaN for None.
+
+    Anything but one list per trajectory with one number or None per turn is a RewardError.
+    """
+    expected = [len(trajectory.turns) for trajectory in trajectories]
     columns = []
-    for function in functions:
-        name = reward_name(function)
-        with _named(name):
-            (values,) = _settled([function(**arguments)])
-        lists, expected = _lists(values), [len(t.turns) for t in trajectories]
+    for name, values in _called(functions, arguments):
+        lists = _lists(values)
         found = values if lists is None else [len(one) for one in lists]
         if lists is None or found != expected:
             raise RewardError(
@@ -87,8 +80,47 @@ def call_turn_rewards(
                 f"expected one list per trajectory with one number or None per turn: lengths {expected}"
             )
         columns.append([_number(name, value) for one in lists for value in one])
-    turns = sum(len(t.turns) for t in trajectories)
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), turns).T  # (N, F_turn)
+    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), sum(expected)).T
+
+
+def reward_of_model(
+    name: str, model: Any, tokenizer: Any, chat_template_kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return a reward model as a reward function: its first logit for the prompt with the completion, as in TRL."""
+
+    def model_reward(prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        if isinstance(prompts[0], str):
+            texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+        else:
+            pairs = [{"messages": p + c} for p, c in zip(prompts, completions, strict=True)]
+            texts = [apply_chat_template(pair, tokenizer, **chat_template_kwargs)["text"] for pair in pairs]
+        inputs = tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
+        with torch.inference_mode():
+            return model(**inputs.to(next(model.parameters()).device)).logits[:, 0].tolist()
+
+    model_reward.__name__ = name
+    return model_reward
+
+
+def _called(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return (name, what it returned) of every function, what async ones promised awaited together."""
+    names, values = [reward_name(function) for function in functions], []
+    for name, function in zip(names, functions, strict=True):
+        with _named(name):
+            values.append(function(**arguments))
+    waiting = [index for index, value in enumerate(values) if inspect.isawaitable(value)]
+    if waiting:
+        finished = run_async(gather_all([_awaited(names[index], values[index]) for index in waiting]))
+        for index, value in zip(waiting, finished, strict=True):
+            values[index] = value
+    return list(zip(names, values, strict=True))
+
+
+async def _awaited(name: str, value: Any) -> Any:
+    with _named(name):
+        return await value
 
 
 @contextmanager

@@ -3,60 +3,89 @@
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object, is_peft_model
 from accelerate.utils.memory import clear_device_cache
+from huggingface_hub import constants
 from transformers import PreTrainedModel
 from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler
 
-from .batching import TurnBatch
-from .callbacks import OptimizerTimer, rollout_progress
-from .checks import (
+from turngrpo.trainer.checks import (
     check_arguments,
+    check_hooks,
     check_model,
     check_rewards,
     check_rows,
     check_without_workflow,
     showing_arguments_of,
 )
-from .engines import TokenCounts, TransformersEngine
-from .exporting import Exporting
-from .iteration import ScoredRollout, TrainingSlice, objective_weights, score_rollout
-from .lora_layers import use_adapted_products
-from .losses import clipped_surrogate, k3_kl
-from .model_card import PAPER
-from .policy import Policy, zero_dropout
-from .processes import (
-    engine_backward,
-    gather_rollout,
-    local_leaves,
+from turngrpo.trainer.export.exporter import Exporter, is_private
+from turngrpo.trainer.export.hub import hub_errors
+from turngrpo.trainer.export.model_card import PAPER
+from turngrpo.trainer.forward.batching import TurnBatch
+from turngrpo.trainer.forward.lora_layers import use_adapted_products
+from turngrpo.trainer.forward.policy import Policy, evaluating, tensors_digest, zero_dropout
+from turngrpo.trainer.forward.scoring import Reference, Scorer, Scores
+from turngrpo.trainer.forward.whole_weights import engine_backward, local_leaves, whole_weights
+from turngrpo.trainer.measuring.behavior_check import behavior_gap, default_tolerance, describe_gap
+from turngrpo.trainer.measuring.metrics import trajectory_measures
+from turngrpo.trainer.measuring.update_log import CompletionLog, EvaluationLog, OptimizerTimer, UpdateLog
+from turngrpo.trainer.objective.iteration import (
+    MicroBatch,
+    ScoredRollout,
+    TrainingSlice,
+    evaluation_losses,
+    score_rollout,
+    training_slices,
+)
+from turngrpo.trainer.objective.losses import clipped_surrogate, token_kl
+from turngrpo.trainer.processes import (
+    gather_parts,
+    gather_tensors,
+    is_main_process,
     own_rows,
     process_count,
     sum_gradients,
-    whole_weights,
 )
-from .recording import Recording
-from .resume import Resumable
-from .reward_calls import call_turn_rewards, checked_reward, last_turns, reward_name
-from .rollout import Trajectory, collect
-from .scoring import Reference, Scorer, Scores
-from .vllm_engine import VllmEngine, make_vllm_engine
-from .workflows import Workflow
-
-EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
+from turngrpo.trainer.reading.rollout import (
+    EVAL_ITERATION,
+    Engine,
+    TokenCounts,
+    Trajectory,
+    collect,
+    outline,
+    rollout_progress,
+)
+from turngrpo.trainer.reading.workflows import Workflow
+from turngrpo.trainer.reward_calls import (
+    call_rewards,
+    call_turn_rewards,
+    reward_arguments,
+    reward_name,
+    reward_of_model,
+)
+from turngrpo.trainer.runs.checkpoints import ExactCheckpoints
+from turngrpo.trainer.runs.ledger import Ledger, rollout_rows, save_nonfinite
+from turngrpo.trainer.runs.resume import restore_rollout, rollout_state, train_sampler
+from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
+from turngrpo.trainer.sampling.vllm_engine import make_vllm_engine
 
 TurnRewardFunc = Callable[..., list[list[float | None]]]
 
 
-class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
+class TurnGRPOTrainer(GRPOTrainer):
     """GRPO on trajectories of turns (GRU-Mem, arXiv 2602.10560); without a workflow it is trl.GRPOTrainer as it is.
 
     `workflow` drives the turns of a trajectory and `turn_reward_funcs` reward single turns; both are keyword-only, all
-    other arguments are GRPOTrainer's. Under a workflow every option that is not honoured raises ValueError by name.
+    other arguments are GRPOTrainer's. The generation step is `_generate_and_score_completions`, the loss compute_loss.
+    Under a workflow every option that is not honoured raises ValueError by name, and so does a subclass that overrides
+    another hook of TRL which is then never called.
     """
 
     workflow: Workflow | None = None  # on the class too: tools make instances without __init__
@@ -64,11 +93,12 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
     model: Any
     ref_model: Any
     optimizer: Any
-    engine: TransformersEngine | VllmEngine
+    engine: Engine
     num_generations: Any
     num_generations_eval: Any
     _buffered_inputs: Any
-    _evaluation_rows: int | None = None  # of the evaluation set, where a batch may hold more
+    _evaluation: EvaluationLog | None = None  # of the evaluation that is going on
+    _ledger: Ledger | None = None
 
     @showing_arguments_of(GRPOTrainer.__init__)
     def __init__(
@@ -86,6 +116,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
             check_without_workflow(args, turn_reward_funcs)
             super().__init__(model, reward_funcs, args, *positional, **kwargs)
             return
+        check_hooks(type(self), TurnGRPOTrainer)
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         args = named.arguments["args"] = check_arguments(named.arguments)
         self._tag_names, self._name, self._paper = [*self._tag_names, "turngrpo"], "TurnGRPO", PAPER
@@ -104,11 +135,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
 
     def _set_up_workflow(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
         check_model(self.model, self.processing_class, self.beta, self.aux_loss_enabled)
-        functions = turn_reward_funcs or []
-        self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
-        self._turn_reward_names = [reward_name(function) for function in self.turn_reward_funcs]
-        self.reward_funcs = [checked_reward(function) for function in self.reward_funcs]
-        check_rewards(self.args, workflow, self.reward_func_names, self._turn_reward_names)
+        self._set_up_rewards(workflow, turn_reward_funcs)
         workflow.bind(self._tokenizer, self.args)
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
@@ -124,6 +151,40 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         self.reference = Reference(self.policy) if self.beta else None
         if self.reference is not None and not is_peft_model(self.model):
             self.ref_model = self.reference.policy.model
+        share_prefix = self._set_up_sampling()
+        self.update_log = UpdateLog(self._metrics, self.reward_func_names, self.turn_reward_names)
+        names = self.reward_func_names + self.turn_reward_names
+        self.completion_log = CompletionLog(self._logs, self._tokenizer, names, self.log_completions)
+        self.add_callback(OptimizerTimer(self.update_log))
+        self.scorer = Scorer(
+            policy=self.policy,
+            pad_id=self._tokenizer.pad_token_id,
+            reference=self.reference,
+            temperature=self.temperature,
+            kl=self.args.kl,
+            max_tokens=self.args.max_tokens_per_microbatch,
+            share_prefix=share_prefix,
+            timed=self.update_log.timed,
+            count=lambda name, tokens: self.update_log.add_cost(f"tokens/{name}", tokens),
+        )
+        self.checkpoints = ExactCheckpoints(self, self._run_state, self._restore_run, self._run_facts)
+        self.exporter = Exporter(self.args, self.model, self.processing_class, workflow)
+
+    def _set_up_rewards(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
+        """Name every reward function, and make functions of reward models."""
+        functions = turn_reward_funcs or []
+        self.turn_reward_funcs = functions if isinstance(functions, list) else [functions]
+        self.turn_reward_names = [reward_name(function) for function in self.turn_reward_funcs]
+        check_rewards(self.args, workflow, self.reward_func_names, self.turn_reward_names)
+        known = zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)
+        kwargs: Any = self.args.chat_template_kwargs or {}
+        self._reward_functions: list[Any] = [
+            reward_of_model(name, function, tokenizer, kwargs) if isinstance(function, torch.nn.Module) else function
+            for name, function, tokenizer in known
+        ]
+
+    def _set_up_sampling(self) -> bool:
+        """Make the engines of training and evaluation; returns whether the model can share prefixes."""
         sampler = TransformersEngine(
             policy=self.policy,
             eos_ids=self.eos_token_ids,
@@ -136,99 +197,114 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         )
         sampler.verify()
         with_vllm = self.args.rollout_engine == "vllm"
-        self.engine = (
+        self.engine: Any = (
             make_vllm_engine(self.args, self.policy, self._tokenizer, self.eos_token_ids) if with_vllm else sampler
         )
         sampling: Any = {"temperature": self.args.eval_temperature, "top_p": self.args.eval_top_p}
         self.eval_engine = replace(self.engine, counts=TokenCounts(), **sampling)
-        self._start_recording()
-        self.scorer = Scorer(
-            policy=self.policy,
-            pad_id=self._tokenizer.pad_token_id,
-            reference=self.reference,
-            temperature=self.temperature,
-            kl=self.args.kl,
-            max_tokens=self.args.max_tokens_per_microbatch,
-            share_prefix=sampler.share_prefix,
-            timed=self._timed,
-            count=lambda name, tokens: self._add_cost(f"tokens/{name}", tokens),
-        )
-        self.add_callback(OptimizerTimer(self._add_cost))
+        return sampler.share_prefix
 
-    # ---- generation step: replaces GRPOTrainer._prepare_inputs (trl 1.16) ----
+    # ---- generation step: replaces GRPOTrainer._prepare_inputs, _generate_and_score_completions (trl 1.16) ----
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         if self.workflow is None:
             return super()._prepare_inputs(generation_batch)
         steps = self.args.steps_per_generation
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
-            self._clear_logs()
-            iteration = self._step // (steps * self.num_iterations)
-            rollout = self._roll_out(generation_batch, self.engine, self.num_generations, self.args.seed, iteration)
-            self._record(rollout, "train")
+            self.completion_log.clear()
+            rollout = self._generate_and_score_completions(generation_batch)
             self._write_down(rollout)
             self._buffered_inputs = self._slices(rollout)
             if self.args.behavior_check == "all":
                 self._check_behavior(rollout)
         return self._buffered_inputs[self._step % steps]
 
+    def _slices(self, rollout: ScoredRollout) -> list[TrainingSlice]:
+        size, per_update = self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps
+        return training_slices(rollout, size, per_update, self.loss_type)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Sample one trajectory per row, prompt by prompt, each repeated, and score those of all processes."""
+        if self.workflow is None:
+            return super()._generate_and_score_completions(inputs)
+        evaluation = self._evaluation
+        if evaluation is None:
+            iteration = self._step // (self.args.steps_per_generation * self.num_iterations)
+            return self._roll_out(inputs, self.engine, self.num_generations, self.args.seed, iteration)
+        sampling = self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION
+        return self._roll_out(inputs, *sampling, evaluation.rows, evaluation.limit)
+
     def _roll_out(
         self,
         rows: Sequence[dict[str, Any]],
-        engine: TransformersEngine | VllmEngine,
+        engine: Engine,
         group_size: int,
         seed: int,
         iteration: int,
         before: int = 0,
         limit: int | None = None,
     ) -> ScoredRollout:
-        """Sample one trajectory per row and score those of all processes; rows stand prompt by prompt, each repeated.
-
-        `before` global rows came earlier; those from `limit` on are repetitions that fill up a batch, and are dropped.
-        """
+        """`before` global rows came earlier; those from `limit` on are repetitions that fill up a batch: dropped."""
         assert self.workflow is not None
-        sampled, places = engine.counts.total, own_rows(len(rows), before)
-        groups = [place // group_size for place in places]
-        members = [place % group_size for place in places]
         label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
-        with self._timed("generation"), rollout_progress(label, len(rows), self.args.disable_tqdm) as on_turn:
+        hidden = bool(self.args.disable_tqdm) or not is_main_process()
+        places = own_rows(len(rows), before)
+        groups, members = [place // group_size for place in places], [place % group_size for place in places]
+        sampled = engine.counts.total
+        with self.update_log.timed("generation"), rollout_progress(label, len(rows), hidden) as on_turn:
             engine.refresh()
-            trajectories = collect(
-                self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn
-            )
-        self._add_cost("tokens/generation", engine.counts.total - sampled)
-        per_func, per_turn = self._reward(rows, trajectories)
-        everyone, per_turn, own = gather_rollout(trajectories, per_turn)
-        if limit is not None:
+            own = collect(self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn)
+        self.update_log.add_cost("tokens/generation", engine.counts.total - sampled)
+        per_func, per_turn = self._call_rewards(own)
+        everyone, share = gather_parts(own, lambda: [outline(t, trajectory_measures(t)) for t in own])
+        if limit is not None and len(everyone) > limit - before:
             everyone = everyone[: limit - before]
-            own = range(min(own.start, len(everyone)), min(own.stop, len(everyone)))
+            share = range(min(share.start, len(everyone)), min(share.stop, len(everyone)))
             per_func, per_turn = per_func[: len(everyone)], per_turn[: sum(len(t.turns) for t in everyone)]
-        return score_rollout(
-            everyone, iteration, per_func, self.reward_weights, per_turn, self.args, self.workflow.strict_format, own
+        options = self.args.advantage_options() | {"strict_format": self.workflow.strict_format, "own": share}
+        rollout = score_rollout(everyone, iteration, per_func, per_turn, **options)
+        self._log_rollout(rollout)
+        return rollout
+
+    def _call_rewards(self, trajectories: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rewards (B, F) and turn rewards (N, F_turn) of the trajectories of all processes."""
+        helpers = self.state, self._log_completion_extra, self._log_metric
+        arguments = reward_arguments(trajectories, self._tokenizer, *helpers)
+        per_func = call_rewards(self._reward_functions, arguments)
+        return gather_tensors(per_func), gather_tensors(
+            call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
         )
 
-    def _reward(
-        self, rows: Sequence[dict[str, Any]], trajectories: list[Trajectory]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call TRL's reward machinery on the last turns, then the turn reward functions.
+    def _log_rollout(self, rollout: ScoredRollout) -> None:
+        mode = "train" if self._evaluation is None else "eval"
+        if mode == "train":  # an evaluation's metrics are logged at its end
+            tokens = sum(turn.prompt_tokens + turn.completion_tokens for turn in rollout.turns)
+            self.state.num_input_tokens_seen += tokens
+            self.update_log.add_rollout(rollout, self.state.num_input_tokens_seen)
+        self.update_log.add_logged(self._pending_metrics, mode)
+        self.completion_log.add(rollout, mode, self._pending_extra_logs)
 
-        Returns the rewards (B, F) of all processes, as TRL gathers them, and the turn rewards (N, F_turn) of this one.
-        """
-        prompts, completions, completion_ids = last_turns(trajectories, self._tokenizer)
-        inputs = [{**row, "trajectories": t} for row, t in zip(rows, trajectories, strict=True)]
-        per_func = self._calculate_rewards(inputs, prompts, completions, completion_ids).cpu()
-        columns = {k: [x[k] for x in inputs] for k in inputs[0] if k not in ("prompt", "completion", "completion_ids")}
-        arguments = columns | {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": completion_ids,
-            "trainer_state": self.state,
-            "log_extra": self._log_completion_extra,
-            "log_metric": self._log_metric,
-        }
-        return per_func, call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
+    def _write_down(self, rollout: ScoredRollout) -> None:
+        """Put a fresh rollout on disk before it is trained on."""
+        ledger = self._ledger or self._open_ledger(0)
+        if ledger is not None:
+            trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+            seconds = self.update_log.pending_costs["time/generation"]
+            rows = self._rows(rollout, policy_digest=tensors_digest(trained), seconds=seconds)
+            with self.update_log.timed("saving"):
+                ledger.record(rollout.iteration, rows)
 
-    # ---- loss: replaces GRPOTrainer.training_step and _compute_loss (trl 1.16) ----
+    def _open_ledger(self, position: int) -> Ledger | None:
+        if self.args.ledger:
+            folder, process = Path(self.args.output_dir) / "rollouts", self.accelerator.process_index
+            self._ledger = Ledger(folder, position, process)
+            self.accelerator.wait_for_everyone()
+        return self._ledger
+
+    def _rows(self, rollout: ScoredRollout, **columns: Any) -> list[dict[str, Any]]:
+        return rollout_rows(rollout, self.reward_func_names, self.turn_reward_names, **columns)
+
+    # ---- loss: replaces GRPOTrainer.training_step and compute_loss (trl 1.16) ----
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         if self.workflow is None:
@@ -238,7 +314,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         with self.whole_weights():
-            total = self._train_slice(self._prepare_inputs(inputs))
+            total = self._train_slice(model, self._prepare_inputs(inputs))
             self._step += 1
             every = self.args.torch_empty_cache_steps
             if every is not None and self.state.global_step % every == 0:
@@ -248,16 +324,19 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
                 self._finish_update()
         return total * process_count()  # transformers logs the mean over processes, the objective is their sum
 
-    def _train_slice(self, part: TrainingSlice) -> torch.Tensor:
+    def _train_slice(self, model: Any, part: TrainingSlice) -> torch.Tensor:
         """Run the passes of this process's turns, forward and backward; returns their share of the objective."""
         rollout, total = part.rollout, torch.zeros((), device=self.accelerator.device)
         plan = self.scorer.plan(rollout.turns, self._needs_forward(part), rollout.clusters)
         kept = part.reference_hidden if self.num_iterations > 1 else None
         apart = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        first = self._step % (self.args.steps_per_generation * self.num_iterations)
         with local_leaves(self.model, self._gradients) if apart else contextlib.nullcontext():
             for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
-                loss = self._microbatch_loss(part, rows, batch, scores)
-                with self._timed("optimisation"):
+                loss = self.compute_loss(model, self._microbatch(part, rows, batch, scores))
+                if first < self.args.gradient_accumulation_steps:
+                    self._compare_behavior(rollout, rows, batch, scores.logprobs.detach())
+                with self.update_log.timed("optimisation"):
                     loss.backward() if apart else self.accelerator.backward(loss)
                 total += loss.detach()
         return total
@@ -266,38 +345,54 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
         """The slice's turns that can move the policy: with beta 0, those with an advantage."""
         return [i for i in part.indices if part.rollout.advantages[i] != 0 or self.beta]
 
-    def _microbatch_loss(self, part: TrainingSlice, rows: list[int], batch: TurnBatch, scores: Scores) -> torch.Tensor:
-        """Return this micro-batch's share of the objective: sum of weight * (surrogate + beta * KL)."""
-        advantages = part.rollout.advantages[rows].to(batch.behavior_logprobs)
+    def _microbatch(self, part: TrainingSlice, rows: list[int], batch: TurnBatch, scores: Scores) -> MicroBatch:
+        """Put together what compute_loss gets of the turns `rows`."""
+        rollout = part.rollout
+        return MicroBatch(
+            turns=[rollout.turns[row] for row in rows],
+            names=[rollout.turn_name(row) for row in rows],
+            mask=batch.mask,
+            weights=part.weights[rows].to(scores.logprobs)[:, None] * batch.mask,  # (n, T)
+            advantages=rollout.advantages[rows].to(scores.logprobs),
+            behavior_logprobs=batch.behavior_logprobs,
+            logprobs=scores.logprobs,
+            entropy=scores.entropy,
+            kl=scores.kl,
+            reference_logprobs=scores.reference_logprobs,
+        )
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Return a micro-batch's share of the objective: sum of weight * (surrogate + beta * KL) over its tokens.
+
+        Under a workflow `inputs` is a MicroBatch; training_step calls this for every one and sends it backward.
+        """
+        if self.workflow is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            raise ValueError("return_outputs is not honoured under a workflow: the loss is all there is")
+        batch: MicroBatch = inputs
         surrogate, stats = clipped_surrogate(
-            scores.logprobs, batch.behavior_logprobs, advantages, batch.mask, self.epsilon_low, self.epsilon_high
+            batch.logprobs,
+            batch.behavior_logprobs,
+            batch.advantages,
+            batch.mask,
+            self.epsilon_low,
+            self.epsilon_high,
         )  # (n, T)
-        kl = self._kl(scores, batch)
+        correction = self.args.use_bias_correction_kl
+        kl = token_kl(batch.logprobs, batch.behavior_logprobs, batch.kl, batch.reference_logprobs, correction)
         per_token = surrogate if kl is None else surrogate + self.beta * kl
         finite = torch.isfinite(per_token).all(dim=1)
         if not finite.all():
-            worst = part.rollout.turn_name(rows[int((~finite).nonzero()[0])])
-            path = self._save_rollout(part.rollout)
-            raise FloatingPointError(f"the loss or KL of {worst} is not finite; its rollout is in {path}")
-        first = self._step % (self.args.steps_per_generation * self.num_iterations)
-        if first < self.args.gradient_accumulation_steps:
-            self._compare_behavior(part.rollout, rows, batch, scores.logprobs.detach())
-        self._meter_tokens(stats, scores, kl, batch)
-        weights = part.weights[rows].to(per_token)[:, None] * batch.mask  # (n, T)
-        return (weights * per_token).sum()
-
-    def _kl(self, scores: Scores, batch: TurnBatch) -> torch.Tensor | None:
-        """KL(current || reference) per token (n, T): exact, or TRL's k3 with its importance correction."""
-        if scores.reference_logprobs is None:
-            return scores.kl
-        k3 = k3_kl(scores.logprobs, scores.reference_logprobs)
-        if self.args.use_bias_correction_kl:
-            k3 = k3 * torch.exp(scores.logprobs - batch.behavior_logprobs)
-        return k3
+            self._stop_at_loss(batch.names[int((~finite).nonzero()[0])])
+        self.update_log.add_tokens(batch, kl, stats)
+        return (batch.weights * per_token).sum()
 
     def _finish_update(self) -> None:
         """Sum the gradients of all processes, once per optimizer step, and log what the whole update measured."""
-        with self._timed("optimisation"):
+        with self.update_log.timed("optimisation"):
             if self.is_deepspeed_enabled:
                 finite = all(bool(gradient.isfinite().all()) for gradient in self._gradients.values())
                 if not all(gather_object([finite])):  # the engine steps at once
@@ -306,7 +401,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
                 self._gradients.clear()
             else:
                 sum_gradients(self.model, self._gradients)
-        self._log_update(self._current_train_step_time)
+        self.update_log.finish_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -321,9 +416,49 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
             self._stop_at_gradient(norm)
         return norm
 
+    def _stop_at_loss(self, turn: str) -> None:
+        raise FloatingPointError(f"the loss or KL of {turn} is not finite; its rollout is in {self._save_nonfinite()}")
+
+    def _stop_at_gradient(self, norm: Any) -> None:
+        rollout = self._buffered_inputs[0].rollout
+        groups = sorted({trajectory.group for trajectory in rollout.trajectories})
+        raise FloatingPointError(
+            f"the gradient of update {self.state.global_step + 1} is not finite ({norm}); rollouts: iteration "
+            f"{rollout.iteration}, groups {groups}, written to {self._save_nonfinite()}"
+        )
+
+    def _save_nonfinite(self) -> Path:
+        rollout, process = self._buffered_inputs[0].rollout, self.accelerator.process_index
+        return save_nonfinite(self._rows(rollout), self.args.output_dir, rollout.iteration, process)
+
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Hold the weights whole on every process, which ZeRO-3 and FSDP2 cut into parts; every process must enter."""
         return whole_weights(self.model, getattr(self, "deepspeed", None))
+
+    # ---- behavior check ----
+
+    def _check_behavior(self, rollout: ScoredRollout) -> None:
+        """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
+        log = self.update_log
+        count = lambda _, tokens: log.add_cost("tokens/behavior_check", tokens)  # noqa: E731
+        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
+        with evaluating(self.model), log.timed("behavior_check"):
+            plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
+            for rows, batch, scores in scorer.score(rollout.turns, plan):
+                self._compare_behavior(rollout, rows, batch, scores.logprobs)
+
+    def _compare_behavior(
+        self, rollout: ScoredRollout, rows: list[int], batch: TurnBatch, logprobs: torch.Tensor
+    ) -> None:
+        """Measure |scored - recorded| and stop above the tolerance, naming the worst token."""
+        gap = behavior_gap(logprobs, batch)
+        self.update_log.add_behavior_gap(gap, batch.mask)
+        default = default_tolerance(self.policy.dtype, self.args.rollout_engine)
+        tolerance = self.args.behavior_tolerance or default
+        if self.args.behavior_check != "off" and not float(gap.max()) <= tolerance:
+            row = int(gap.amax(dim=1).argmax())
+            name = rollout.turn_name(rows[row])
+            raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
 
     # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
 
@@ -338,34 +473,14 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
                 f"an evaluation batch has {rows} rows, expected a multiple of num_generations_eval="
                 f"{self.num_generations_eval}: set per_device_eval_batch_size to one"
             )
-        before = sum(len(rollout.trajectories) for rollout, _, _ in self._evaluated)
-        sampling = self.eval_engine, self.num_generations_eval, self.args.eval_seed, EVAL_ITERATION
+        assert self._evaluation is not None
         with self.whole_weights(), torch.no_grad():
-            rollout = self._roll_out(inputs, *sampling, before, self._evaluation_rows)
-            losses, kl = self._evaluation_losses(rollout)
-        self._record(rollout, "eval")
-        self._evaluated.append((rollout, losses, kl))
+            rollout = self._generate_and_score_completions(inputs)
+            correction = self.args.use_bias_correction_kl
+            kl, total = self.scorer.sum_kl(rollout.turns, rollout.own_turns, rollout.clusters, correction)
+        losses = evaluation_losses(rollout, kl, self.beta, self.loss_type)
+        self._evaluation.add(rollout, losses, total)
         return losses.sum(), None, None
-
-    def _evaluation_losses(self, rollout: ScoredRollout) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (weighted loss (N,), sum of KL (N,)) per turn: the objective of this rollout at ratio 1.
-
-        Turns of other processes have 0.
-        """
-        weights = objective_weights(rollout, range(len(rollout.trajectories)), self.loss_type)
-        lengths = torch.tensor([len(turn.completion_ids) for turn in rollout.turns])
-        own = torch.zeros(len(lengths), dtype=torch.float64)
-        own[rollout.own_turns] = 1.0
-        losses = -rollout.advantages.double() * lengths * weights * own
-        if self.reference is None:
-            return losses, None
-        kl = torch.zeros(len(lengths), dtype=torch.float64)
-        plan = self.scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
-        for rows, batch, scores in self.scorer.score(rollout.turns, plan):
-            per_token = self._kl(scores, batch)
-            assert per_token is not None
-            kl[rows] = (per_token * batch.mask).sum(dim=1).double().cpu()
-        return losses + self.beta * kl * weights, kl
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Run transformers' loop, then report exact means over all trajectories under this set's own prefix."""
@@ -373,6 +488,7 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
             return super().evaluation_loop(*args, **kwargs)
         named = inspect.signature(GRPOTrainer.evaluation_loop).bind(self, *args, **kwargs)
         named.apply_defaults()
+        limit = None
         if process_count() > 1:  # accelerate fills up the last batches with rows of the first
             rows = named.arguments["dataloader"].dataset
             if not hasattr(rows, "__len__"):
@@ -380,10 +496,149 @@ class TurnGRPOTrainer(Exporting, Recording, Resumable, GRPOTrainer):
                     "an evaluation stream has no length that would tell its rows from those that fill up the last "
                     "batch on several processes: evaluate on a Dataset"
                 )
-            self._evaluation_rows = len(rows) * self.num_generations_eval
-        with self._evaluation_recording():
-            output: Any = super().evaluation_loop(*args, **kwargs)
-            metrics = self._evaluation_metrics()
+            limit = len(rows) * self.num_generations_eval
+        self._evaluation = EvaluationLog(limit)
+        try:
+            with self.update_log.apart():
+                output: Any = super().evaluation_loop(*args, **kwargs)
+                metrics = self._evaluation.metrics(self.update_log, self.loss_type)
+        finally:
+            self._evaluation = None
         prefix = named.arguments["metric_key_prefix"]
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
+
+    # ---- runs: replaces GRPOTrainer.train, _get_train_sampler, _run_epoch, _save_checkpoint, _load_rng_state ----
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as GRPOTrainer does; under a workflow the reference must be the same at the end, to the last bit."""
+        if self.workflow is None:
+            return super().train(*args, **kwargs)
+        self._step, self._buffered_inputs, self._ledger, self.exporter.is_current = 0, None, None, False
+        self.checkpoints.begin()
+        output = super().train(*args, **kwargs)
+        if self._run_facts()["reference"] != self.checkpoints.fingerprint["reference"]:
+            raise RuntimeError("the reference policy changed during training: KL had a moving target")
+        return output
+
+    def check_resume(self, checkpoint: str) -> None:
+        """Raise ResumeError where `train` could not go on from a checkpoint: sooner than `train`, which asks too."""
+        self.checkpoints.check(checkpoint)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(dataset)
+        if self.workflow is None or type(sampler) is not RepeatSampler:
+            return sampler
+        return train_sampler(sampler, lambda: self.state.global_step * self.args.gradient_accumulation_steps)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.workflow is not None and self.checkpoints.is_finished():
+            self._load_rng_state(kwargs["resume_from_checkpoint"])
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.workflow is None:
+            return super()._save_checkpoint(model, trial)
+        with self.update_log.timed("saving"), self.checkpoints.saving(trial):
+            super()._save_checkpoint(model, trial)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        if self.workflow is not None and checkpoint is not None:
+            self.checkpoints.load(checkpoint)
+
+    def _run_facts(self) -> dict[str, Any]:
+        """Return what decides the run's numbers beside config, corpus and initial model."""
+        with self.whole_weights():
+            return {"reference": None if self.reference is None else self.reference.digest()}
+
+    def _run_state(self) -> dict[str, Any]:
+        """Return what the next iterations depend on, as plain values and tensors."""
+        slices: list[TrainingSlice] | None = self._buffered_inputs
+        consumed = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+        return {
+            "step": self._step,
+            "ledger_position": 0 if self._ledger is None else self._ledger.position,
+            "rollout": None if slices is None or consumed else rollout_state(slices[0].rollout),
+            "logs": self.completion_log.state(),
+        }
+
+    def _restore_run(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        self._open_ledger(state["ledger_position"])
+        if state["rollout"] is not None:
+            self._buffered_inputs = self._slices(restore_rollout(state["rollout"]))
+        self.completion_log.restore(state["logs"])
+
+    # ---- export: replaces Trainer.save_model, push_to_hub, init_hf_repo (transformers 5.24) ----
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save as transformers does, and beside an adapter what its export will say of the run."""
+        super().save_model(output_dir, _internal_call)
+        if self.workflow is not None and self.args.should_save:
+            self.exporter.save_facts(output_dir or self.args.output_dir, self.state.global_step)
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:
+        """What versions of the adapter say of the run beside what the trainer knows; see Exporter."""
+        return self.exporter.provenance
+
+    @provenance.setter
+    def provenance(self, facts: Mapping[str, Any]) -> None:
+        self.exporter.provenance = facts
+
+    def export_adapter(
+        self,
+        name: str | None = None,
+        before: Mapping[str, float] | None = None,
+        after: Mapping[str, float] | None = None,
+    ) -> Path | None:
+        """Write the adapter as output_dir/adapters/`name`/v0001, v0002, ... and return that folder (on process 0).
+
+        `name` is by default that of the version before, or the output folder's; `before` and `after` are metrics,
+        `after` by default those of the evaluation at this update. Every process must call it. Raises ValueError
+        without an adapter.
+        """
+        with self.whole_weights():
+            if self.is_world_process_zero():
+                self.exporter.export(name, before, after, self.state)
+        self.exporter.is_current = True
+        return self.exporter.exported
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Push the exported version, exported now if it was not, and tag the commit with its number.
+
+        Without a workflow it is transformers' method. The repository is args.hub_model_id, private unless `private` or
+        args.hub_private_repo say otherwise; the version's card is written at the export, so that options of
+        create_model_card raise ValueError. Every process must call it. See push_version for the other errors.
+        """
+        if self.workflow is None:
+            parent: Any = super()
+            return parent.push_to_hub(commit_message, blocking, token, revision, private, **kwargs)
+        if kwargs:
+            raise ValueError(f"{', '.join(kwargs)}: under a workflow the model card is written by export_adapter()")
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if not self.exporter.is_current:
+            self.export_adapter()
+        if not self.is_world_process_zero():
+            return None
+        options = {"branch": revision or self.args.hub_revision, "message": commit_message}
+        return self.exporter.push(self.hub_model_id, token, private, blocking, **options)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Make the repository as transformers does, private under a workflow unless told otherwise."""
+        parent: Any = super()
+        if self.workflow is None:
+            return parent.init_hf_repo(token, private)
+        with hub_errors(self.args.hub_model_id or Path(self.args.output_dir).name, constants.ENDPOINT):
+            parent.init_hf_repo(token, is_private(self.args, private))

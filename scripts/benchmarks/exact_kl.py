@@ -28,7 +28,7 @@ from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 from workers import peak_resident
 
-from turngrpo.trainer.exact_kl import fused_logprobs_and_kl
+from turngrpo.trainer.objective.exact_kl import fused_logprobs_and_kl
 
 TRL_CHUNK = 32768  # columns at once in trl's own calls of ChunkedLogProbFunction
 TOLERANCE = 1e-3  # between the sides: a benchmark of two different numbers says nothing

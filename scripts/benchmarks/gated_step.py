@@ -35,9 +35,9 @@ from trainers import Setting, Timekeeper, check_finite, machine_rates, our_train
 from workers import Rounds, run_apart, take_turns
 
 from turngrpo.trainer import GatedMemory, Turn
-from turngrpo.trainer.batching import common_prefix_length
-from turngrpo.trainer.gates import GateDecision
-from turngrpo.trainer.iteration import TrainingSlice
+from turngrpo.trainer.forward.batching import common_prefix_length
+from turngrpo.trainer.objective.iteration import TrainingSlice
+from turngrpo.trainer.reading.gates import GateDecision
 
 SAME_TOKENS = 0.01  # a token that float noise flips makes another memory, of nearly the same length
 TRAINING = ("time/scoring", "time/reference", "time/optimisation")
@@ -87,7 +87,7 @@ def gradients(trainer: Any, part: TrainingSlice, share: bool) -> torch.Tensor:
     scorer = dataclasses.replace(trainer.scorer, share_prefix=share)
     plan = scorer.plan(part.rollout.turns, part.indices, part.rollout.clusters)
     for rows, batch, scores in scorer.score(part.rollout.turns, plan):
-        trainer._microbatch_loss(part, rows, batch, scores).backward()
+        trainer.compute_loss(trainer.model, trainer._microbatch(part, rows, batch, scores)).backward()
     return torch.cat([p.grad.flatten().double() for p in trainer.model.parameters() if p.requires_grad])
 
 

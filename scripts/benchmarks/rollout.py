@@ -33,9 +33,9 @@ from trainers import Setting, machine_rates, never_ends
 from transformers import GenerationConfig
 from workers import Rounds, device, take_turns
 
-from turngrpo.trainer.engines import TransformersEngine
-from turngrpo.trainer.policy import Policy
-from turngrpo.trainer.rollout import NoiseKey, Request
+from turngrpo.trainer.forward.policy import Policy
+from turngrpo.trainer.reading.rollout import NoiseKey, Request
+from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
 
 
 class Batch(NamedTuple):

@@ -139,7 +139,8 @@ def our_trainer(
         callbacks=callbacks,
         workflow=workflow,
     )
-    trainer.engine.eos_ids = never_ends(model)
+    engine: Any = trainer.engine
+    engine.eos_ids = never_ends(model)
     return prepare(trainer)
 
 

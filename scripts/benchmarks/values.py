@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from turngrpo.trainer.exact_kl import exact_prefix_kl, fused_logprobs_and_kl
-from turngrpo.trainer.joined_attention import Layout, Span, joined_attention
+from turngrpo.trainer.forward.joined_attention import Layout, Span, joined_attention
+from turngrpo.trainer.objective.exact_kl import exact_prefix_kl, fused_logprobs_and_kl
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}  # of an error over the largest number; bfloat16 rounds by 4e-3
 OWN = [40, 64, 17, 33]  # tokens of the members' own, the first two after one prefix, the others after another

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from common import load_model, load_tokenizer
-from quickstart import tiny_model, train_tokenizer
-from reporting import write_json
+from jobs.quickstart import tiny_model, train_tokenizer
+from lib.loading import load_model, load_tokenizer
+from lib.output import write_json
 from trl import ModelConfig
 
 from turngrpo.data_prep import stock_arithmetic

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from reporting import finite, write_json
+from lib.output import finite, write_json
 
 from .config import LabConfig
 from .testing import DRAWS, GREEDY, STRATA

@@ -19,7 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from reporting import write_json
+from lib.output import write_json
 from rich.console import Console
 
 from .config import LabConfig

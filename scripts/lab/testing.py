@@ -7,14 +7,14 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from common import evaluation_config
-from reporting import write_json
+from lib.options import evaluation_config
+from lib.output import write_json
 
 from turngrpo.data_prep.stock_arithmetic import ID50, OOD100
 from turngrpo.rewards.stock import score_turn
 from turngrpo.trainer import SingleTurn, Turn
-from turngrpo.trainer.evaluation import evaluate_policy
-from turngrpo.trainer.states import checkpoint_fields, compare_states
+from turngrpo.trainer.evaluation.evaluate import evaluate_policy
+from turngrpo.trainer.runs.compare import checkpoint_fields, compare_states
 
 from .archive import unpacked_state
 from .config import LabConfig

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import load_model, load_tokenizer
 from datasets import Dataset
-from reporting import RunLog, make_console, write_json
-from sft import fit, target_examples
+from lib.loading import load_model, load_tokenizer
+from lib.output import write_json
+from lib.reporting import RunLog, make_console
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, SFTConfig
 
 from turngrpo.rewards import stock_reward
 from turngrpo.trainer import SingleTurn, TurnGRPOConfig, TurnGRPOTrainer
+from turngrpo.trainer.warm_start import fit, target_examples
 
 from .archive import archive_state, unpacked_state
 from .config import LabConfig
@@ -212,7 +213,7 @@ def train_grpo(
 
 def process_costs(trainer: TurnGRPOTrainer, first: int) -> dict[str, float]:
     """Return the sums of time/* and tokens/* over this process's updates, those after update `first`."""
-    costs = dict(trainer.pending_costs)
+    costs = dict(trainer.update_log.pending_costs)
     for log in trainer.state.log_history:
         if log["step"] > first:
             for name in costs:

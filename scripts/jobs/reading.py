@@ -1,0 +1,205 @@
+"""What read_document.py does: a document as text, its chunks read by a served agent, the trace."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.loading import generation_config, load_tokenizer
+from lib.options import ReadingOptions, evaluation_config, fill_in, option, reading_defaults
+from lib.running import INTERRUPTED
+from lib.served import PATIENCE, Served
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
+
+from turngrpo.data_prep.chunking import chunk_document
+from turngrpo.trainer import GatedMemory
+from turngrpo.trainer.checks import check_rows
+from turngrpo.trainer.evaluation.evaluate import eos_ids
+from turngrpo.trainer.reading.gates import INITIAL_MEMORY
+from turngrpo.trainer.reading.rollout import Turn, collect
+from turngrpo.trainer.sampling.chat_engine import VllmEngine, connect
+from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError
+
+DEFAULTS = reading_defaults() | {"layout": "chunk_first"}
+
+
+CONFIG = [name for name in DEFAULTS if name not in ("layout", "instruction")]
+
+
+@dataclass
+class ReadArguments(ReadingOptions):
+    """What to read with whom, and how."""
+
+    base_url: str = option(None, "OpenAI-compatible server, as in http://localhost:8000.")
+    model: str = option(None, "Name of the served adapter or model.")
+    document: str = option(None, "File to read: text, Markdown, code, or PDF where pypdf is installed.")
+    question: str = option(None, "What to answer.")
+    json: bool = option(False, "Print one JSON object with answer and trace, and nothing else.")
+    ignore_exit: bool = option(False, "Read to the end whatever the exit gate says.")
+    api: str = option("auto", "How to ask: completions (token ids), chat (text), or auto.")
+    adapter: str | None = option(None, "Adapter folder whose manifest gives options left out.")
+    tokenizer: str | None = option(None, "Tokenizer folder or name; that of the served model when left out.")
+    answer_timeout: float = option(600.0, "Seconds that the server may take for one turn, > 0.")
+
+
+class Watched(GatedMemory):
+    """GatedMemory that tells of every turn when it has ended."""
+
+    def __init__(self, on_turn: Callable[[Any, Turn], None], **options: Any):
+        super().__init__(**options)
+        self.on_turn = on_turn
+
+    def advance(self, state: Any, turn: Turn) -> bool:
+        goes_on = super().advance(state, turn)
+        self.on_turn(state, turn)
+        return goes_on
+
+
+def read_text(path: str) -> str:
+    """Return the text of a file; ValueError for a file that is empty, binary or in an unknown encoding."""
+    data = Path(path).read_bytes()
+    if data.startswith(b"%PDF-"):
+        text = read_pdf(path)
+    else:
+        encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+        if encoding != "utf-16" and b"\0" in data:
+            raise ValueError(f"{path} is a binary file (it has a zero byte): expected text, Markdown, code or PDF")
+        try:
+            text = data.decode(encoding)
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is no {error.encoding.upper()} text (byte {error.start} is {data[error.start]:#04x}): "
+                "convert it to UTF-8 first"
+            ) from error
+    if not text.strip():
+        raise ValueError(f"{path} has no text in it: expected at least one word")
+    return text
+
+
+def read_pdf(path: str) -> str:
+    """Return the text of all pages; ValueError where pypdf is missing or cannot read the file."""
+    try:
+        import pypdf
+    except ImportError as error:
+        raise ValueError(f"{path} is a PDF: `pip install pypdf`, or convert it to text") from error
+    try:
+        return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
+    except pypdf.errors.PyPdfError as error:
+        raise ValueError(f"{path} is a PDF that pypdf cannot read ({error}): convert it to text") from error
+
+
+def describe(state: Any, turn: Turn, seconds: float) -> dict[str, Any]:
+    """Return one turn for the trace; the answer turn has chunk None."""
+    decision = turn.decision
+    return {
+        "chunk": turn.step,
+        "parsed": state.answer is not None if turn.step is None else decision is not None,
+        "check": decision and decision.check,
+        "exit": decision and decision.exit,
+        "candidate": decision and decision.candidate,
+        "memory": state.memory,
+        "memory_tokens": state.memory_tokens,
+        "memory_cut": turn.memory_cut,
+        "text": turn.text,
+        "finish_reason": turn.finish_reason,
+        "prompt_tokens": len(turn.prompt_ids),
+        "completion_tokens": len(turn.completion_ids),
+        "seconds": round(seconds, 3),
+    }
+
+
+def show(console: Console, entry: dict[str, Any], chunks: int) -> None:
+    """Print the gates of one chunk turn, and the memory where it was written."""
+    if entry["chunk"] is None:
+        return
+    if not entry["parsed"]:
+        gates = f"[red]unparsed[/] ({entry['finish_reason']}), memory kept"
+    else:
+        check, leaves = "[green]yes[/]" if entry["check"] else "no", "[yellow]end[/]" if entry["exit"] else "continue"
+        gates = f"update {check}  next {leaves}"
+    console.print(f"[bold]chunk {entry['chunk']}/{chunks}[/]  {gates}  memory {entry['memory_tokens']} tokens")
+    if entry["check"]:
+        console.print(f"  {escape(entry['memory'])}", style="cyan", highlight=False)
+
+
+@dataclass
+class Reading:
+    """A document cut into chunks, and who reads it."""
+
+    options: ReadArguments
+    config: Any
+    tokenizer: Any
+    engine: Any
+    row: dict[str, Any]
+
+    @classmethod
+    def prepare(cls, options: ReadArguments) -> "Reading":
+        """Check file, server, model and lengths; ValueError or ServerError says what is wrong."""
+        for name in ("base_url", "model", "document", "question"):
+            if not (getattr(options, name) or "").strip():
+                raise ValueError(f"--{name} is missing")
+        text = read_text(options.document)
+        server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
+        served = Served.find(server, options.model)
+        fill_in(options, DEFAULTS, options.adapter or served.adapter_folder)
+        tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
+        config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
+        ends = eos_ids(tokenizer, generation_config(served.weights))
+        engine = connect(server, options.model, tokenizer, config, ends, options.api)
+        config.max_prompt_length = engine.prompt_limit
+        chunks = [{"text": chunk["text"]} for chunk in chunk_document(text, [], tokenizer, config.chunk_size)]
+        row = {"id": options.document, "question": options.question, "answers": [], "chunks": chunks}
+        reading = cls(options, config, tokenizer, engine, row)
+        check_rows(reading.workflow(lambda state, turn: None), [row], "document", config)
+        return reading
+
+    def workflow(self, on_turn: Callable[[Any, Turn], None]) -> Watched:
+        """Return a bound workflow."""
+        options = self.options
+        assert options.layout is not None
+        given = {"layout": options.layout, "instruction": options.instruction, "exit_gate": not options.ignore_exit}
+        workflow = Watched(on_turn, **given)
+        workflow.bind(self.tokenizer, self.config)
+        return workflow
+
+    def report(self, trace: list[dict[str, Any]], answer: str | None, seconds: float, **ended: Any) -> dict[str, Any]:
+        """Return what --json prints."""
+        last = trace[-1] if trace else {"memory": INITIAL_MEMORY}
+        return {
+            "document": self.options.document,
+            "question": self.options.question,
+            "model": self.options.model,
+            "api": "completions" if isinstance(self.engine, VllmEngine) else "chat",
+            "answer": answer,
+            "memory": last["memory"],
+            "chunks": len(self.row["chunks"]),
+            "chunks_read": sum(entry["chunk"] is not None for entry in trace),
+            "seconds": round(seconds, 3),
+            **ended,
+            "turns": trace,
+        }
+
+
+def read(reading: Reading, console: Console) -> tuple[dict[str, Any], int]:
+    """Read the document; returns report and exit status, also where Ctrl-C or a dying server ended it early."""
+    chunks, trace, started = len(reading.row["chunks"]), [], time.perf_counter()
+    answer, error, status = None, None, 0
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("reading", total=chunks)
+
+        def on_turn(state: Any, turn: Turn) -> None:
+            trace.append(describe(state, turn, time.perf_counter() - started))
+            progress.update(task, advance=turn.step is not None)
+            show(progress.console, trace[-1], chunks)
+
+        try:
+            workflow, seed = reading.workflow(on_turn), reading.config.eval_seed
+            answer = collect(workflow, reading.engine, reading.tokenizer, [reading.row], [0], [0], seed, 0)[0].answer
+        except KeyboardInterrupt:
+            error, status = "interrupted", INTERRUPTED
+        except (ServerError, RefusedRequest) as fault:
+            error, status = str(fault), 1
+    return reading.report(trace, answer, time.perf_counter() - started, error=error), status

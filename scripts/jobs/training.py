@@ -1,0 +1,274 @@
+"""What train.py does: check everything, evaluate, train, evaluate, export."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from jobs.memory import memory_parts, memory_table, model_sizes
+from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
+from jobs.quickstart import prepare as prepare_start
+from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus, sample_rows
+from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
+from lib.options import option
+from lib.reporting import RunLog, policies_table, write_curves
+from lib.running import setting_up
+from rich.console import Console
+from rich.table import Table
+from transformers import PrinterCallback, ProgressCallback
+from trl import ModelConfig, ScriptArguments, get_peft_config
+
+from turngrpo.data_prep import corpus_facts
+from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
+from turngrpo.trainer.checks import check_rollout_engine, check_rows
+from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, try_rewards
+from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
+from turngrpo.trainer.export.hub import check_push
+from turngrpo.trainer.export.versions import check_name
+from turngrpo.trainer.sampling.vllm_engine import check_servers
+
+
+@dataclass
+class TrainArguments(ScriptArguments):
+    """What to read, how, and what is rewarded; the dataset options of trl serve the workflow single_turn."""
+
+    corpus: str | None = option(None, "Corpus file (JSON Lines with a manifest line).")
+    validation_fraction: float = option(0.1, "Share of the projects that are held out for validation.")
+    split_seed: int = option(0, "Seed of the split by project.")
+    workflow: str = option("gated", "gated, memagent or single_turn.")
+    layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
+    instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path.")
+    turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path.")
+    validation_rows: int | None = option(None, "Evaluate on a sample of so many validation rows; all when left out.")
+    validation_members: int = option(1, "Readings of every validation row, >= 1.")
+    adapter_name: str | None = option(None, "Name of the exported adapter; the output directory's when left out.")
+    quickstart: bool = option(False, "Make the needle corpus and the tiny warm-started model first.")
+    threads: int | None = option(None, "CPU threads of torch; torch's own choice when left out.")
+    dry_run: bool = option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
+
+
+@dataclass
+class Run:
+    """Everything a run needs, checked."""
+
+    options: TrainArguments
+    config: TurnGRPOConfig
+    model_options: ModelConfig
+    rewards: list[Callable[..., Any]]
+    turn_rewards: list[Callable[..., Any]]
+    workflow: Any
+    tokenizer: Any
+    train: Any
+    validation: Any  # None: no evaluation
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def timed(self, stage: str, action: Callable[[], Any]) -> Any:
+        """Announce a stage, run it, and keep its seconds."""
+        self.console.rule(stage)
+        started = time.perf_counter()
+        result = action()
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - started
+        return result
+
+
+def prepare(
+    options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
+) -> Run:
+    """Check everything that can be checked before a model is loaded; `folder` takes the quickstart's start."""
+    if options.workflow == "gated" and options.reward_funcs is None and options.turn_reward_funcs is None:
+        options.reward_funcs, options.turn_reward_funcs = list(GATED_REWARDS), list(TURN_REWARDS)
+    rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
+    turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
+    if not rewards:
+        raise ValueError(f"--reward_funcs is missing: expected {', '.join(TRAJECTORY_REWARDS)}, or a dotted path")
+    if options.validation_members < 1:
+        raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
+    if options.quickstart:
+        options.instruction = options.instruction or INSTRUCTION
+    workflow = make_workflow(options.workflow, options.layout, options.instruction)
+    config.check_workflow_options()
+    output = Path(config.output_dir or "").resolve()
+    if model_options.use_peft:
+        check_name(options.adapter_name or output.name)
+    if config.push_to_hub:
+        if not model_options.use_peft:
+            raise ValueError(
+                "--push_to_hub pushes the exported adapter: add --use_peft, or push model/ with `hf upload`"
+            )
+        check_push(config.hub_model_id or output.name, config.hub_token)
+    seconds: dict[str, float] = {}
+    if options.quickstart:
+        started = time.perf_counter()
+        quickstart(options, config, model_options, console, folder)
+        seconds["warm start"] = time.perf_counter() - started
+    tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
+    train, validation = read_rows(options, config, tokenizer)
+    workflow.bind(tokenizer, config)
+    run = Run(
+        options, config, model_options, rewards, turn_rewards, workflow, tokenizer, train, validation, console, seconds
+    )
+    model, lora = empty_model(model_options), get_peft_config(model_options)
+    for name, rows in (("train", train), ("validation", validation)):
+        check_rows(workflow, rows, name, config, model)
+    check_adapter(model, lora)
+    try_rewards(train[0], config.num_generations or 1, workflow, tokenizer, config, rewards, turn_rewards)
+    check_rollout_engine(config, lora is not None)
+    if config.rollout_engine == "vllm":
+        check_servers(config, tokenizer, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    return run
+
+
+def quickstart(
+    options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
+) -> None:
+    """Make corpus and warm-started model and put their names into the options."""
+    console.rule("corpus, tiny model, warm start")
+    size = StartOptions(reading_updates=0, spoiling_updates=0) if options.dry_run else StartOptions()
+    model, corpus = folder / "model", folder / "corpus.jsonl"
+    if not (config.resume_from_checkpoint and corpus.is_file() and model.is_dir()):
+        if config.world_size > 1:
+            raise ValueError("--quickstart warm-starts its model in one process: use accelerate_configs/cpu.yaml")
+        prepare_start(folder, config.seed, size)
+    options.corpus, model_options.model_name_or_path = str(corpus), str(model)
+    options.validation_fraction, options.split_seed = VALIDATION_FRACTION, config.seed
+
+
+def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -> tuple[Any, Any]:
+    """Return training rows, and the rows to evaluate on or None."""
+    if options.workflow == "single_turn":
+        if options.dataset_name is None or options.corpus is not None:
+            raise ValueError("--workflow single_turn reads --dataset_name and no --corpus")
+        if Path(options.dataset_name).is_file():
+            data = load_dataset("json", data_files=options.dataset_name)
+        else:
+            data = load_dataset(options.dataset_name, options.dataset_config)
+        train, validation = data[options.dataset_train_split], data.get(options.dataset_test_split)
+    else:
+        if options.corpus is None or options.dataset_name is not None:
+            raise ValueError(f"--workflow {options.workflow} reads --corpus and no --dataset_name")
+        data = read_corpus(
+            options.corpus, options.validation_fraction, options.split_seed, tokenizer, config.chunk_size
+        )
+        train, validation = data["train"], data["validation"]
+    return train, validation and sample_rows(validation, options.validation_rows, options.split_seed)
+
+
+def memory(run: Run) -> Table:
+    """Return a table of rough gigabytes that the run needs on one GPU."""
+    sizes = model_sizes(empty_model(run.model_options), get_peft_config(run.model_options))
+    width = 4 if run.model_options.dtype in (None, "float32", "auto") else 2
+    return memory_table(memory_parts(sizes, run.config, width), str(run.model_options.model_name_or_path))
+
+
+def dry_run(run: Run) -> None:
+    """Print what a run would read and need."""
+    longest = max(run.workflow.max_prompt_tokens(row) for row in run.train)
+    config = run.config
+    per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps
+    table = Table("checked", "found")
+    rows = "none" if run.validation is None else f"{len(run.validation)}"
+    table.add_row("rows", f"{len(run.train)} train, {rows} validation")
+    table.add_row("longest prompt", f"up to {longest} tokens (limit {config.max_prompt_length})")
+    table.add_row("an update", f"{per_update} trajectories in groups of {config.num_generations}")
+    table.add_row("rewards", ", ".join(f.__name__ for f in [*run.rewards, *run.turn_rewards]))
+    run.console.print(table)
+    run.console.print(memory(run))
+    run.console.print("dry run: nothing was trained or written")
+
+
+def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evaluation:
+    """Evaluate the trainer's model on the validation rows, always on the same noise; each process reads a share."""
+    with trainer.whole_weights():
+        return evaluate_policy(
+            trainer.model,
+            run.tokenizer,
+            workflow or run.workflow,
+            list(run.validation),
+            run.config,
+            run.rewards,
+            run.turn_rewards,
+            members=run.options.validation_members,
+            label=label,
+            reference=trainer.reference if workflow is None else None,
+            autocast=trainer.accelerator.autocast,
+            engine=trainer.eval_engine if run.config.rollout_engine == "vllm" else None,
+        )
+
+
+def trivial_policies(run: Run, trainer: Any) -> dict[str, Evaluation]:
+    """Evaluate the trained model with forced gates."""
+    given = {"layout": run.workflow.layout, "instruction": run.workflow.instruction}
+    return {name: evaluate(run, trainer, name, ForcedGates(**gates, **given)) for name, gates in TRIVIAL_GATES.items()}
+
+
+def make_trainer(run: Run) -> TurnGRPOTrainer:
+    """Return the trainer with its model loaded."""
+    return TurnGRPOTrainer(
+        model=load_model(run.model_options),
+        reward_funcs=run.rewards,
+        args=run.config,
+        train_dataset=run.train,
+        eval_dataset=run.validation if run.config.eval_strategy != "no" else None,
+        processing_class=run.tokenizer,
+        peft_config=get_peft_config(run.model_options),
+        workflow=run.workflow,
+        turn_reward_funcs=run.turn_rewards or None,
+    )
+
+
+def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
+    """Evaluate, train, evaluate, export; returns the summary and the trainer. Process 0 writes."""
+    folder = Path(run.config.output_dir or "")
+    with setting_up():
+        trainer = run.timed("loading", lambda: make_trainer(run))
+        if run.config.resume_from_checkpoint:
+            trainer.check_resume(run.config.resume_from_checkpoint)
+    trainer.provenance = provenance(run)
+    log = RunLog(folder / "metrics.jsonl", run.console)
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(log)
+    policies: dict[str, Evaluation] = {}
+    if run.validation is not None:
+        policies["before"] = run.timed("evaluation before", lambda: evaluate(run, trainer, "before"))
+    run.timed("training", lambda: trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint))
+    if run.validation is not None:
+        policies["after"] = run.timed("evaluation after", lambda: evaluate(run, trainer, "after"))
+        if run.options.workflow == "gated":
+            policies |= run.timed("trivial policies", lambda: trivial_policies(run, trainer))
+    if trainer.is_world_process_zero():
+        write_curves(log.history, folder / "curves.png")
+    adapter = run.timed("export", lambda: export(run, trainer, policies, folder))
+    if policies:
+        run.console.print(policies_table(policies, f"{len(run.validation)} validation rows, 95% intervals"))
+    summary = {
+        "before": policies["before"].metrics if policies else None,
+        "after": policies["after"].metrics if policies else None,
+        "policies": {name: evaluation.summary() for name, evaluation in policies.items()},
+        "adapter": str(adapter) if adapter else None,
+        "processes": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
+    }
+    return summary, trainer
+
+
+def provenance(run: Run) -> dict[str, Any]:
+    """Return what checkpoints and the exported adapter say of this run."""
+    corpus = None if run.options.corpus is None else corpus_facts(run.options.corpus)
+    return {"corpus": corpus, "config": {"script": asdict(run.options), "model": asdict(run.model_options)}}
+
+
+def export(run: Run, trainer: TurnGRPOTrainer, policies: dict[str, Evaluation], folder: Path) -> Path | None:
+    """Export the adapter; a fully trained model is saved under model/ instead."""
+    if run.model_options.use_peft:
+        before, after = (policies[name].metrics if policies else None for name in ("before", "after"))
+        return trainer.export_adapter(run.options.adapter_name, before, after)
+    with trainer.whole_weights():
+        if trainer.is_world_process_zero():
+            trainer.model.save_pretrained(folder / "model")
+            run.tokenizer.save_pretrained(folder / "model")
+    return None

@@ -1,0 +1,100 @@
+"""Corpora, tokenizers and models by name, checked."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from trl import ModelConfig
+
+from turngrpo.data_prep import load_corpus
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def read_corpus(path: str, fraction: float, seed: int, tokenizer: Any, chunk_size: int) -> Any:
+    """Load a corpus split by project; ValueError where there is no such file."""
+    if not Path(path).is_file():
+        raise ValueError(f"--corpus is {path!r}: no such file; scripts/prepare_corpus.py makes one")
+    return load_corpus(path, fraction, seed, tokenizer, chunk_size)
+
+
+def sample_rows(data: Any, count: int | None, seed: int) -> Any:
+    """Return `count` rows from everywhere in the split, the same ones for the same seed; all in order without one."""
+    if count is None or count >= len(data):
+        return data
+    if count < 1:
+        raise ValueError(f"found {count} rows to evaluate on, expected 1 or more")
+    return data.shuffle(seed=seed).select(range(count))
+
+
+def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokenizerBase:
+    """Load a tokenizer with a pad token; ValueError where no model was named."""
+    if name is None:
+        raise ValueError("--model_name_or_path is missing: expected a model's folder or its name on the Hub")
+    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ValueError(f"found no folder {name!r}: expected a model's folder or its name on the Hub")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer can be loaded from {name!r}: expected a model's folder or its name on the Hub\n{error}"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of {name!r} has no EOS token: no completion could end")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(options: ModelConfig) -> PreTrainedModel:
+    """Load the causal model in the dtype asked for (full precision by default), without an adapter."""
+    if options.load_in_4bit or options.load_in_8bit:
+        raise ValueError("load_in_4bit and load_in_8bit are not honoured: load the model in 16 or 32 bits")
+    name: Any = options.model_name_or_path
+    dtype = options.dtype or "float32"
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
+    return AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=options.model_revision,
+        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+        attn_implementation=options.attn_implementation,
+    )
+
+
+def empty_model(options: ModelConfig) -> PreTrainedModel:
+    """Return the model without its weights (on the meta device), for counting."""
+    name: Any = options.model_name_or_path
+    config = AutoConfig.from_pretrained(name, revision=options.model_revision)
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    kind = kinds.get(type(config), None)
+    if kind is None:
+        raise ValueError(f"--model_name_or_path is {name!r}, a {config.model_type}: expected a causal language model")
+    with torch.device("meta"):
+        return kind(config)  # not from_config, which under ZeRO-3 cuts up weights that are not there
+
+
+def check_adapter(model: PreTrainedModel, lora: Any) -> None:
+    """Raise ValueError for a LoRA that does not fit a model, which is changed; one without weights will do."""
+    if lora is not None:
+        get_peft_model(model, lora)
+
+
+def generation_config(name: str | None) -> GenerationConfig | None:
+    """Return the generation config of a model's folder or name, where it has one: it names more ends of text."""
+    if name is None:
+        return None
+    try:
+        return GenerationConfig.from_pretrained(name)
+    except (OSError, ValueError):  # no such folder or name, or none that could be one
+        return None

@@ -1,0 +1,129 @@
+"""What a run shows and keeps: one line per update, metrics.jsonl, curves.png, and the table of policies."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lib.output import write_text
+from rich.console import Console
+from rich.table import Table
+from transformers import TrainerCallback
+
+from turngrpo.trainer.evaluation.evaluate import Evaluation
+
+COLUMNS = {
+    "reward": "reward",
+    "update_accuracy/balanced": "balanced",
+    "update_accuracy/evidence": "evidence",
+    "update_accuracy/evidence_free": "evidence-free",
+    "exit/exact": "exact exit",
+    "answer/accuracy": "answer",
+    "format/parsed": "parsed",
+    "turns/mean": "turns",
+}
+CURVES = (*list(COLUMNS)[:6], "kl")
+
+
+WIDTH = 150  # where the output is no terminal
+
+
+def make_console() -> Console:
+    """Return a console that leaves tables whole in a log file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
+
+
+class RunLog(TrainerCallback):
+    """Writes every log to `path` as it comes, where there is one, and prints a line at every `every`-th update.
+
+    A resumed run keeps the logs up to its checkpoint; those of the updates after it come again.
+    """
+
+    def __init__(self, path: Path | None, console: Console, columns: Mapping[str, str] = COLUMNS, every: int = 1):
+        self.path, self.console, self.columns, self.every = path, console, columns, every
+        self.history: list[dict[str, float]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.path is None or not state.is_world_process_zero or not self.path.exists():
+            return
+        whole = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]  # a kill
+        self.history = [log for log in map(json.loads, whole) if log["update"] <= state.global_step]
+        write_text(self.path, "".join(json.dumps(log) + "\n" for log in self.history))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if not state.is_world_process_zero or not logs:
+            return
+        record = {"update": state.global_step, **logs}
+        self.history.append(record)
+        if self.path is not None:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, default=float) + "\n")
+        shown = [f"{text} {logs[name]:.2f}" for name, text in self.columns.items() if name in logs]
+        shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
+        if shown and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
+            self.console.print(f"update {state.global_step}/{state.max_steps}  {'  '.join(shown)}", highlight=False)
+
+
+def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
+    """Draw reward, gates, answers and KL over the updates; nothing where nothing was logged."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves = {name: [(log["update"], log[name]) for log in history if name in log] for name in CURVES}
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        return
+    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.2 * len(curves), 2.8), squeeze=False)
+    for axis, (name, points) in zip(axes[0], curves.items(), strict=True):
+        axis.plot(*zip(*points, strict=True))
+        axis.set(title=COLUMNS.get(name, name), xlabel="update")
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def policies_table(policies: Mapping[str, Evaluation], title: str) -> Table:
+    """Return one line per policy: the main metrics with half the width of their 95% intervals."""
+    table = Table(title=title)
+    table.add_column("policy", no_wrap=True)
+    for heading in COLUMNS.values():
+        table.add_column(heading, justify="right", no_wrap=True)
+    for label, evaluation in policies.items():
+        table.add_row(label, *(cell(evaluation, name) for name in COLUMNS))
+    return table
+
+
+def cell(evaluation: Evaluation, name: str) -> str:
+    """Return a metric as "0.812 ±0.020", or nothing where it was not observed."""
+    if name not in evaluation.metrics:
+        return ""
+    value = f"{evaluation.metrics[name]:.3f}"
+    if name not in evaluation.intervals:
+        return value
+    low, high = evaluation.intervals[name]
+    return f"{value} ±{(high - low) / 2:.2f}"
+
+
+def metrics_table(evaluations: Mapping[str, Evaluation], differences: Mapping[str, Any] | None = None) -> Table:
+    """Return one line per metric with its 95% interval, a column per policy, and the paired difference if given."""
+    table = Table("metric")
+    for label in evaluations:
+        table.add_column(label, justify="right")
+    if differences is not None:
+        table.add_column("difference", justify="right")
+    for name in sorted({name for evaluation in evaluations.values() for name in evaluation.metrics}):
+        cells = []
+        for evaluation in evaluations.values():
+            bounds = evaluation.intervals.get(name)
+            value = f"{evaluation.metrics[name]:.4g}" if name in evaluation.metrics else ""
+            cells.append(value if bounds is None else f"{value} [{bounds[0]:.4g}, {bounds[1]:.4g}]")
+        if differences is not None:
+            found = differences.get(name)
+            bounds = found["interval"] if found else (0.0, 0.0)
+            cells.append(f"{found['difference']:+.4g} [{bounds[0]:+.4g}, {bounds[1]:+.4g}]" if found else "")
+        table.add_row(name, *cells)
+    return table

@@ -1,0 +1,220 @@
+"""Evaluation: forced gates leave where they must, the bootstrap is the same every time, the breakdown adds up."""
+
+import math
+
+import numpy as np
+import pytest
+from tiny import tiny_model, word_tokenizer
+
+from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_reward
+from turngrpo.trainer import GatedMemory, Trajectory, TurnGRPOConfig
+from turngrpo.trainer.evaluation.evaluate import evaluate_policy, evidence_place, paired_difference, try_rewards
+from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
+from turngrpo.trainer.evaluation.intervals import Observations, bootstrap_intervals
+from turngrpo.trainer.reward_calls import RewardError
+
+REWARDS = [answer_reward, exit_reward, format_reward]
+
+
+def make_rows(places, chunks=6):
+    """One row per place (from 1) of the only evidence chunk; place 0: no evidence."""
+    return [
+        {
+            "id": f"r{index}",
+            "question": "code of red",
+            "answers": ["1"],
+            "chunks": [
+                {"text": "code of red is 1" if step == place else "code of blue is 2", "evidence": step == place}
+                for step in range(1, chunks + 1)
+            ],
+        }
+        for index, place in enumerate(places)
+    ]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    tokenizer = word_tokenizer()
+    return tiny_model(len(tokenizer)), tokenizer
+
+
+def config(**values):
+    values = {"max_completion_length": 8, "max_memory_tokens": 8, "max_prompt_length": 200} | values
+    return TurnGRPOConfig(
+        "unused", use_cpu=True, bf16=False, gradient_checkpointing=False, disable_tqdm=True, report_to=[], **values
+    )
+
+
+def run(policy, workflow, rows, **options):
+    model, tokenizer = policy
+    return evaluate_policy(model, tokenizer, workflow, rows, config(), REWARDS, [update_reward], **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "exits", "evidence_accuracy"),
+    [("stop at once", [1, 1, 1], None), ("read to the end", [6, 6, 6], None), ("always yes", None, 1.0)],
+)
+def test_forced_gates_leave_where_they_must(policy, name, exits, evidence_accuracy):
+    result = run(policy, ForcedGates(**TRIVIAL_GATES[name]), make_rows([1, 3, 6]))
+    if exits is not None:
+        assert [trajectory.exit_step for trajectory in result.trajectories] == exits
+    if evidence_accuracy is not None:
+        assert result.metrics["update_accuracy/evidence"] == evidence_accuracy
+        assert result.metrics["update_accuracy/evidence_free"] == 0.0  # every chunk without evidence was written
+
+
+def test_forced_gates_still_count_as_unparsed(policy):
+    """The random model never writes a parsable turn; forcing its gates must not make it look well-formed."""
+    result = run(policy, ForcedGates(check=False, exit=True), make_rows([1, 2]))
+    assert result.metrics["format/parsed"] == 0.0
+    assert result.metrics["reward"] == 0.0  # strict format
+
+
+def test_forced_gates_none_is_the_policy_itself(policy):
+    rows = make_rows([1, 3])
+    own, forced = run(policy, GatedMemory(), rows), run(policy, ForcedGates(), rows)
+    texts = [[[turn.text for turn in t.turns] for t in result.trajectories] for result in (own, forced)]
+    assert texts[0] == texts[1]
+
+
+def test_evaluation_is_deterministic_and_rows_keep_their_noise(policy):
+    rows = make_rows([1, 3, 6])
+    first, again = run(policy, GatedMemory(), rows, members=2), run(policy, GatedMemory(), rows, members=2)
+    assert first.metrics == again.metrics and first.intervals == again.intervals
+    alone = run(policy, GatedMemory(), rows[:1], members=2)
+    assert [t.turns[0].completion_ids for t in alone.trajectories] == [
+        t.turns[0].completion_ids for t in first.trajectories[:2]
+    ]
+    members = first.trajectories[0].turns[0].completion_ids, first.trajectories[1].turns[0].completion_ids
+    assert members[0] != members[1]
+
+
+def test_breakdown_counts_add_up(policy):
+    """T* of 6 chunks: 1, 2 lie in the first third, 3 in the middle, 5, 6 in the last; 0 is no evidence."""
+    result = run(policy, GatedMemory(), make_rows([1, 2, 3, 5, 6, 0]), members=2)
+    places = {name: table["rows"] for name, table in result.breakdown["evidence"].items()}
+    assert places == {"first third": 2, "middle third": 1, "last third": 2, "no evidence": 1}
+    assert sum(table["rows"] for table in result.breakdown["context_tokens"].values()) == 6
+    parsed = [table["format/parsed"] * table["rows"] for table in result.breakdown["evidence"].values()]
+    assert sum(parsed) / 6 == pytest.approx(result.metrics["format/parsed"])
+
+
+def test_evidence_place_of_few_chunks():
+    """Of two chunks the first begins the document (0/2), the second begins at its half: the middle third."""
+    chunks = [{"evidence": True}, {"evidence": False}]
+    assert evidence_place(Trajectory({"chunks": chunks}, 0, 0, last_evidence=1)) == "first third"
+    assert evidence_place(Trajectory({"chunks": chunks[::-1]}, 0, 0, last_evidence=2)) == "middle third"
+
+
+def test_bootstrap_resamples_rows_with_all_their_observations():
+    """Two rows, one all right (3 of 3) and one all wrong (0 of 1): a resample holds one of 1, 3/4, 0, never 1/4."""
+    observations = Observations(["m"], np.array([[3.0], [0.0]]), np.array([[3.0], [1.0]]))
+    means = observations.means(np.array([[2.0, 0.0], [1.0, 1.0], [0.0, 2.0]]))
+    assert means[:, 0].tolist() == [1.0, 0.75, 0.0]
+    assert bootstrap_intervals(observations, 500, seed=1)["m"] == (0.0, 1.0)
+
+
+def test_bootstrap_is_seeded_and_narrows_with_rows():
+    def interval(rows, seed):
+        ones = np.arange(rows)[:, None] % 2
+        return bootstrap_intervals(Observations(["m"], ones.astype(float), np.ones((rows, 1))), 400, seed)["m"]
+
+    assert interval(64, 0) == interval(64, 0)
+    assert interval(64, 0) != interval(64, 1)
+    low, high = interval(400, 0)
+    # standard error sqrt(0.25 / 400) = 0.025, times 1.96 on either side of 0.5
+    assert low == pytest.approx(0.451, abs=0.01) and high == pytest.approx(0.549, abs=0.01)
+
+
+def test_unobserved_metric_has_no_interval():
+    observations = Observations(["m", "none"], np.array([[1.0, 0.0]]), np.array([[1.0, 0.0]]))
+    assert set(bootstrap_intervals(observations, 10)) == {"m"}
+
+
+def test_paired_difference_of_a_policy_with_itself_is_exactly_zero(policy):
+    result = run(policy, GatedMemory(), make_rows([1, 3, 6]))
+    difference = paired_difference(result, result)
+    assert difference["reward"] == {"difference": 0.0, "interval": [0.0, 0.0]}
+    with pytest.raises(ValueError, match="3 and 1 rows"):
+        paired_difference(result, run(policy, GatedMemory(), make_rows([1])))
+
+
+def test_metrics_hold_rewards_and_answers_and_no_nan(policy):
+    result = run(policy, GatedMemory(), make_rows([1, 3]))
+    expected = [
+        "reward",
+        "rewards/update_reward/mean",
+        "answer/accuracy",
+        "answer/f1",
+        "answer/contains",
+        "exit/exact",
+    ]
+    assert set(expected) <= set(result.metrics)
+    assert not any(math.isnan(value) for value in result.metrics.values())
+    assert set(result.summary()) == {"metrics", "intervals", "breakdown", "seconds"}
+
+
+def test_rewards_get_what_the_trainer_gives_them_async_ones_too(policy):
+    async def judge(completions, trajectories, answers, trainer_state, log_extra, log_metric, **columns):
+        log_metric("judged", 1.0)
+        log_extra(column="judged", values=[trainer_state.global_step] * len(answers))
+        return [1.0 for _ in zip(trajectories, completions, strict=True)]
+
+    model, tokenizer = policy
+    evaluation = evaluate_policy(
+        model, tokenizer, GatedMemory(strict_format=False), make_rows([1, 2]), config(), [judge]
+    )
+    assert evaluation.metrics["rewards/judge/mean"] == 1.0
+
+
+def test_rewards_are_tried_without_a_model(policy):
+    seen = []
+
+    def look(trajectories, **columns):
+        seen.extend([turn.text for turn in trajectory.turns] for trajectory in trajectories)
+        return [0.0] * len(trajectories)
+
+    _, tokenizer = policy
+    workflow = GatedMemory()
+    workflow.bind(tokenizer, config())
+    try_rewards(make_rows([1], chunks=3)[0], 2, workflow, tokenizer, config(), [look], [update_reward])
+    assert seen == [[""] * 4] * 2  # every chunk and the answer, each reply empty
+    with pytest.raises(RewardError, match="'short_reward' returned 1 numbers, expected 2"):
+        try_rewards(make_rows([1])[0], 2, workflow, tokenizer, config(), [short_reward], [])
+
+
+def test_errors(policy):
+    with pytest.raises(ValueError, match="0 rows"):
+        run(policy, GatedMemory(), [])
+    model, tokenizer = policy
+    with pytest.raises(ValueError, match="short_reward.*1 numbers, expected 2"):
+        evaluate_policy(model, tokenizer, GatedMemory(), make_rows([1, 2]), config(), [short_reward])
+
+
+def test_reward_functions_are_called_as_in_training(policy):
+    def logging_reward(completion_ids, log_metric, log_extra, trainer_state, **columns):
+        log_metric("mine", 2.0)
+        log_metric("mine", 4.0)
+        log_extra("note", ["text"] * len(completion_ids))
+        for ids in completion_ids:
+            ids.clear()
+        return [float(trainer_state.global_step)] * len(completion_ids)
+
+    async def async_reward(completions, **columns):
+        return [0.5] * len(completions)
+
+    async def async_turn_reward(trajectories, **columns):
+        return [[1.0] * len(trajectory.turns) for trajectory in trajectories]
+
+    model, tokenizer = policy
+    given = [logging_reward, async_reward], [async_turn_reward]
+    result = evaluate_policy(model, tokenizer, GatedMemory(strict_format=False), make_rows([1]), config(), *given)
+    assert result.metrics["mine"] == 3.0 and result.metrics["reward"] == 0.5
+    assert result.metrics["rewards/async_turn_reward/mean"] == 1.0
+    assert all(turn.completion_ids for turn in result.trajectories[0].turns)
+    with pytest.raises(ValueError, match="named \\['async_reward'\\]"):
+        evaluate_policy(model, tokenizer, GatedMemory(), make_rows([1]), config(), [async_reward] * 2)
+
+
+def short_reward(completions, **columns):
+    return [0.0]

@@ -1,0 +1,335 @@
+"""The scripts, run as a user runs them on a tiny model and corpus that lie on disk."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import evaluate
+import pytest
+import sft
+import train
+from jobs import quickstart
+from lib import loading, lookup, reporting, running
+from peft import LoraConfig, get_peft_model
+
+from turngrpo.data_prep import build_needle_corpus, write_corpus
+from turngrpo.trainer import warm_start
+from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES
+from turngrpo.trainer.reading import gates
+from turngrpo.trainer.reading.gates import GateDecision, parse_turn
+from turngrpo.trainer.reward_calls import RewardError
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+READING = ["--instruction", quickstart.INSTRUCTION, "--max_memory_tokens", "16"]
+LIMITS = ["--max_prompt_length", "150", "--max_completion_length", "8"]
+PLAIN = ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--report_to", "none"]
+REWARDS = ["--reward_funcs", "answer_reward", "exit_reward", "format_reward", "--turn_reward_funcs", "update_reward"]
+SPEC_METRICS = (
+    "update_accuracy/evidence update_accuracy/evidence_free update_accuracy/balanced exit/exact exit/early exit/late "
+    "format/parsed answer/accuracy turns/mean response_tokens/mean memory_tokens/mean memory/cut reward "
+    "frac_reward_zero_std"
+).split()
+
+
+def tiny_tokenizer():
+    _, rows = build_needle_corpus("multi_key", 4, 20, 3, 8, shared_keys=True)
+    return quickstart.train_tokenizer([f"{row['question']}\n{c['text']}" for row in rows for c in row["chunks"]])
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Folder with `model` (random weights) and `corpus.jsonl` (two projects of 6 rows, 3 chunks)."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = tiny_tokenizer()
+    quickstart.tiny_model(tokenizer, 0, hidden_size=48).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    manifest, rows = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)
+    write_corpus(folder / "corpus.jsonl", manifest, rows)
+    return folder
+
+
+def train_arguments(tiny, output, *more):
+    model = ["--model_name_or_path", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl")]
+    group = ["--per_device_train_batch_size", "4", "--num_generations", "4", "--loss_type", "group"]
+    steps = ["--max_steps", "2", "--logging_steps", "1", "--save_strategy", "no", "--beta", "0.01"]
+    return [*model, "--output_dir", str(output), *group, *steps, *READING, *LIMITS, *PLAIN, *REWARDS, *more]
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, tmp_path_factory):
+    """Output folder of one run of train.py in a process of its own."""
+    output = tmp_path_factory.mktemp("runs") / "run"
+    command = [sys.executable, str(SCRIPTS / "train.py"), *train_arguments(tiny, output, "--use_peft")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return output, done.stdout
+
+
+def test_train_leaves_summary_metrics_curves_and_adapter(trained):
+    output, shown = trained
+    summary = json.loads((output / "summary.json").read_text())
+    assert set(summary) == {"before", "after", "policies", "adapter", "processes", "distributed_type", "seconds"}
+    assert set(SPEC_METRICS) | {"kl"} <= set(summary["after"])
+    assert summary["before"]["kl"] == 0.0  # a fresh adapter is the base model
+    assert list(summary["policies"]) == ["before", "after", *TRIVIAL_GATES]
+    assert summary["adapter"] == str(output / "adapters" / "run" / "v0001")
+    stages = summary["seconds"]
+    assert stages["total"] >= stages["training"] > 0
+    updates = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [log["update"] for log in updates if "reward" in log] == [1, 2]
+    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("update 2/2", *TRIVIAL_GATES):
+        assert text in shown
+
+
+def test_a_full_disk_is_one_error(capsys):
+    def full():
+        raise RuntimeError("No space left on device (os error 28)")  # as tokenizers says it
+
+    def other():
+        raise RuntimeError("a bug")
+
+    with pytest.raises(SystemExit, match="1"):
+        running.run_script(full)
+    assert "error: the disk is full" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="a bug"):
+        running.run_script(other)
+
+
+def test_a_resumed_run_logs_every_update_once(tmp_path):
+    """Updates 1 to 3 were logged, the checkpoint is of update 2, and the kill tore the line of update 4."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"update": 1, "kl": 0.1}\n{"update": 2, "kl": 0.2}\n{"update": 3, "kl": 9.0}\n{"update": 4, "k')
+    log = reporting.RunLog(path, reporting.make_console())
+    state = SimpleNamespace(is_world_process_zero=True, global_step=2, max_steps=3)
+    log.on_train_begin(None, state, None)
+    log.on_log(None, SimpleNamespace(**{**vars(state), "global_step": 3}), None, logs={"kl": 0.3})
+    assert [record["kl"] for record in log.history] == [0.1, 0.2, 0.3]
+    assert list(map(json.loads, path.read_text().splitlines())) == log.history
+
+
+def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
+    output = tmp_path / "evaluation.json"
+    adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001"), "--compare_base", "--ignore_exit"]
+    arguments = ["--model", str(tiny / "model"), *adapter, "--corpus", str(tiny / "corpus.jsonl")]
+    assert evaluate.main([*arguments, "--trivial_policies", "--output", str(output)]) == 0
+    report = json.loads(output.read_text())
+    assert list(report["policies"]) == ["base", "adapter", "exit ignored", *TRIVIAL_GATES]
+    for policy in report["policies"].values():
+        assert set(SPEC_METRICS) <= set(policy["metrics"])
+        assert policy["intervals"]["reward"][0] <= policy["metrics"]["reward"] <= policy["intervals"]["reward"][1]
+    assert set(SPEC_METRICS) - {"frac_reward_zero_std"} <= set(report["adapter_minus_base"])
+    # Limits and instruction come from the adapter's manifest, so the numbers are those of the training run.
+    summary = json.loads((trained[0] / "summary.json").read_text())
+    assert report["policies"]["adapter"]["metrics"]["reward"] == pytest.approx(summary["after"]["reward"])
+    assert report["policies"]["adapter"]["metrics"]["turns/mean"] == summary["after"]["turns/mean"]
+    assert report["policies"]["stop at once"]["metrics"]["turns/mean"] == 1.0
+    assert "exit ignored" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--output", "."], "a folder: expected a file"),
+        (["--dtype", "float31"], "'float31': expected one of auto, float32"),
+        (["--splt", "train"], "--splt is no option: did you mean --split?"),
+        (["--adapter", "wider"], "wider was trained on 'owner/wide' and does not fit --model .*size mismatch"),
+    ],
+)
+def test_evaluate_names_what_is_wrong_before_it_reads(tiny, tmp_path, monkeypatch, changes, message):
+    wide = quickstart.tiny_model(tiny_tokenizer(), 0, hidden_size=96)
+    wide.name_or_path = "owner/wide"
+    get_peft_model(wide, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "wider")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl"), "--output", "evaluation.json"]
+    with pytest.raises(running.SetupError, match=message):
+        evaluate.main([*arguments, *READING, *LIMITS, *changes])
+
+
+def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert train.main(train_arguments(tiny, tmp_path / "out", "--use_peft", "--dry_run")) == 0
+    assert list(tmp_path.iterdir()) == []
+    shown = capsys.readouterr().out
+    for text in ("weights", "KV cache", "activations", "AdamW", "6 train, 6 validation", "nothing was trained"):
+        assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--corpus", "absent.jsonl"], "no such file"),
+        (["--reward_funcs", "anwser_reward"], "anwser_reward.*answer_reward.*exit_reward.*format_reward"),
+        (["--reward_funcs", "no_such_module.reward"], "cannot be imported"),
+        (["--turn_reward_funcs", "exit_rewards"], "update_reward"),
+        (["--workflow", "gate"], "gated, memagent, single_turn"),
+        (["--layout", "sideways"], "chunk_first"),
+        (["--max_prompt_length", "20"], "12 rows|6 rows|cannot fit"),
+        (["--top_p", "0.9"], "top_p"),
+        (["--workflow", "single_turn"], "gated and memagent"),
+        (["--dataset_name", "some/data"], "--corpus and no --dataset_name"),
+        (["--use_peft", "--adapter_name", "a/b"], "the adapter's name is 'a/b'"),
+        (["--push_to_hub"], "hub_strategy='end'"),
+        (["--leraning_rate", "1"], "--leraning_rate is no option: did you mean --learning_rate?"),
+        (["--config", "absent.yaml"], "absent.yaml"),
+        (["--config"], "expected a YAML file"),
+        (["--threads", "1", "stray"], "stray is no option"),
+        (["--model_name_or_path", "/no/such/model"], "found no folder '/no/such/model'"),
+        (["--use_peft", "--lora_target_modules", "foo_proj"], "foo_proj"),
+        (["--resume_from_checkpoint", "true"], "'true': found no checkpoint in"),
+        (
+            ["--resume_from_checkpoint", "/no/such"],
+            "found no checkpoint in '/no/such'; expected a folder checkpoint-N",
+        ),
+        (["--num_generations", "0"], "num_generations is 0"),
+        (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is 0"),
+        (["--max_completion_length", "0"], "max_completion_length=0"),
+        (["--learning_rate", "-1"], "learning_rate=-1.0"),
+        (["--push_to_hub", "--hub_strategy", "end"], "pushes the exported adapter: add --use_peft"),
+        (["--use_peft", "--push_to_hub", "--hub_strategy", "end", "--hub_model_id", "a/b/c"], "Repo id must be"),
+    ],
+)
+def test_train_names_what_is_wrong_before_it_starts(tiny, tmp_path, changes, message):
+    with pytest.raises(running.SetupError, match=message):
+        train.main(train_arguments(tiny, tmp_path / "out", *changes))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("learning_rat: 1", "learning_rat is no option .in the file"), ("- a", "mapping"), ("a: [1", "expected a YAML")],
+)
+def test_faults_of_a_recipe_are_named(tiny, tmp_path, text, message):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(running.SetupError, match=message):
+        train.main(train_arguments(tiny, tmp_path / "out", "--config", str(tmp_path / "recipe.yaml")))
+
+
+def test_on_a_cpu_the_rewards_are_the_only_thing_to_know(tiny, tmp_path, capsys):
+    """No option says that there is no GPU, and none says the method's rewards."""
+    model = ["--model_name_or_path", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl"), "--use_peft"]
+    assert train.main([*model, *READING, *LIMITS, "--output_dir", str(tmp_path / "out"), "--dry_run"]) == 0
+    assert "answer_reward, exit_reward, format_reward, update_reward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def score(:", "SyntaxError: invalid syntax.*broken_0.py"),
+        ("raise RuntimeError('no key')", "RuntimeError: no key at .*broken_1.py:1"),
+        ("import no_such_package", "no_such_package"),
+        ("def score(**columns):\n    return ['good']", "'score' returned 1 numbers, expected 4"),
+    ],
+)
+def test_a_broken_reward_is_found_before_anything_is_loaded(tiny, tmp_path, monkeypatch, request, code, message):
+    number = request.node.callspec.indices["code"]
+    (tmp_path / f"broken_{number}.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((running.SetupError, RewardError), match=message):
+        train.main(train_arguments(tiny, tmp_path / "out", "--reward_funcs", f"broken_{number}.score"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_train_overwrites_no_results(tiny, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(running.SetupError, match="not empty"):
+        train.main(train_arguments(tiny, tmp_path))
+
+
+def test_reward_by_dotted_path_of_the_current_directory(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards_here.py").write_text("def my_reward(completions, **columns):\n    return [1.0]\n")
+    monkeypatch.chdir(tmp_path)
+    (found,) = lookup.find_rewards(["my_rewards_here.my_reward"], lookup.TRAJECTORY_REWARDS, "--reward_funcs")
+    assert found(completions=[""]) == [1.0]
+
+
+def test_single_turn_trains_on_prompts_with_a_reward_of_the_user(tiny, tmp_path, monkeypatch):
+    """Full fine-tuning without validation rows: no adapter, the model is saved."""
+    (tmp_path / "word_reward.py").write_text(
+        "def score(completions, **c):\n    return [len(x) for x in completions]\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the code of lamp is"}\n{"prompt": "what is"}\n')
+    monkeypatch.chdir(tmp_path)
+    group = ["--per_device_train_batch_size", "4", "--num_generations", "4", "--max_completion_length", "4"]
+    source = ["--workflow", "single_turn", "--dataset_name", "prompts.jsonl", "--reward_funcs", "word_reward.score"]
+    model = ["--model_name_or_path", str(tiny / "model"), "--output_dir", "out", "--disable_tqdm", "true"]
+    steps = ["--max_steps", "1", "--logging_steps", "1", "--save_strategy", "no", "--loss_type", "grpo"]
+    assert train.main([*model, *source, *group, *steps, *PLAIN, "--scale_rewards", "group"]) == 0
+    summary = json.loads(Path("out/summary.json").read_text())
+    assert summary["before"] is None and summary["adapter"] is None
+    assert Path("out/model/model.safetensors").exists()
+
+
+def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
+    corpus = ["--corpus", str(tiny / "corpus.jsonl"), "--model_name_or_path", str(tiny / "model")]
+    steps = ["--max_steps", "12", "--logging_steps", "4", "--learning_rate", "5e-3", "--save_strategy", "no"]
+    folder = tmp_path / "warm"
+    assert sft.main([*corpus, "--output_dir", str(folder), *steps, *READING, *PLAIN, "--disable_tqdm", "true"]) == 0
+    losses = [log["loss"] for log in json.loads((folder / "sft.json").read_text())]
+    assert losses[-1] < losses[0] - 0.5
+    assert (
+        loading.load_tokenizer(str(folder))("<check>yes")["input_ids"] == tiny_tokenizer()("<check>yes")["input_ids"]
+    )
+    assert (folder / "model.safetensors").exists()
+
+
+def test_sft_refuses_to_cut_an_example(tiny, tmp_path):
+    targets = tmp_path / "targets.jsonl"
+    rows = [{"prompt": "the code", "completion": "of lamp"}, {"prompt": "the code " * 20, "completion": "of lamp"}]
+    targets.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ["--targets", str(targets), "--model_name_or_path", str(tiny / "model"), *PLAIN]
+    with pytest.raises(running.SetupError, match=r"targets.jsonl, row 2: 4\d tokens"):
+        sft.main([*arguments, "--output_dir", str(tmp_path / "out"), "--max_length", "20"])
+    with pytest.raises(running.SetupError, match="not empty"):
+        sft.main([*arguments, "--output_dir", str(tmp_path)])
+
+
+def bound_workflow():
+    workflow = lookup.make_workflow("gated", instruction=quickstart.INSTRUCTION)
+    tokenizer = tiny_tokenizer()
+    workflow.bind(tokenizer, SimpleNamespace(chat_template_kwargs=None, max_memory_tokens=16))
+    return workflow, tokenizer
+
+
+def needle_row(place):
+    keys = {place: ("lamp", "42")}
+    texts = [f"the code of {keys.get(k, ('bell', '13'))[0]} is {keys.get(k, ('bell', '13'))[1]} ." for k in (1, 2, 3)]
+    chunks = [{"text": text, "evidence": k == place} for k, text in enumerate(texts, start=1)]
+    return {"id": "a", "question": "what is the code of lamp ?", "answers": ["42"], "chunks": chunks}
+
+
+def test_gold_examples_follow_the_gold_trajectory():
+    """T* = 2 of 3: continue, write and end, answer from that memory; the prompts are the rollout's own."""
+    workflow, tokenizer = bound_workflow()
+    examples = warm_start.row_examples(needle_row(2), workflow)
+    texts = []
+    for example in examples:
+        start = example["completion_mask"].index(1)
+        assert example["completion_mask"] == [0] * start + [1] * (len(example["input_ids"]) - start)
+        assert example["input_ids"][-1] == tokenizer.eos_token_id
+        texts.append(tokenizer.decode(example["input_ids"][start:-1]))
+    assert parse_turn(texts[0], "eos") == GateDecision(False, "", False)
+    assert parse_turn(texts[1], "eos") == GateDecision(True, "the code of lamp is 42 .", True)
+    assert texts[2] == "\\boxed{42}" and len(texts) == 3
+    state = workflow.start(needle_row(2))
+    prompt = [token for segment in workflow.prompt(state) for token in segment]
+    assert examples[0]["input_ids"][: len(prompt)] == prompt
+    assert "the code of lamp is 42 ." in tokenizer.decode(examples[2]["input_ids"])
+
+
+def test_gate_noise_flips_as_often_as_asked_and_stays_parsable():
+    """Noise 0.3 over 600 gates: 180 flips, three standard deviations of sqrt(600 * 0.21) = 11.2 to either side."""
+    generator, row = random.Random(0), needle_row(2)
+    gold = GateDecision(False, "", False)
+    noisy = [warm_start.noisy_gates(gold, row, row["chunks"][0], 0.3, generator) for _ in range(300)]
+    flips = sum(decision.check for decision in noisy) + sum(decision.exit for decision in noisy)
+    assert 146 < flips < 214
+    assert all(parse_turn(gates.gated_reply(decision), "eos") == decision for decision in noisy)
+    assert {decision.candidate for decision in noisy if decision.check} == {"the code of bell is 13 ."}

@@ -1,0 +1,1 @@
+"""How a policy is judged: metrics with intervals, paired differences, forced gates."""

@@ -1,0 +1,70 @@
+"""The end of a run under a workflow: the adapter as a version on disk, and that version on the Hub."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+
+from turngrpo.trainer.export.hub import push_version
+from turngrpo.trainer.export.versions import RUN_FILE, evaluation_at, export_adapter, has_trained_adapter, run_facts
+
+
+def is_private(args: Any, private: bool | None) -> bool:
+    """Whether a repository is made private: as told by `private`, else by args.hub_private_repo, else yes."""
+    told = args.hub_private_repo if private is None else private
+    return told is None or told
+
+
+class Exporter:
+    """Versions of one run's adapter under `output_dir`/adapters, and what they say of the run.
+
+    `provenance` is what the trainer does not know: "corpus" (data_prep.corpus_facts) and "config" (more settings by
+    name). It stands in every checkpoint, so that scripts/export_adapter.py finds it.
+    """
+
+    def __init__(self, args: Any, model: Any, tokenizer: Any, workflow: Any):
+        self.args, self.model, self.tokenizer, self.workflow = args, model, tokenizer, workflow
+        self.provenance: Mapping[str, Any] = {}
+        self.exported: Path | None = None  # the newest version
+        self.is_current = False  # whether it holds the weights as they are; the trainer says so, on every process
+
+    def facts(self, update: int) -> dict[str, Any]:
+        """Return what a version says of the run after `update` updates."""
+        config = {"workflow": type(self.workflow).__name__, "trainer": self.args.to_dict()}
+        config |= self.provenance.get("config", {})
+        return {"corpus": self.provenance.get("corpus"), "config": config, "update": update}
+
+    def save_facts(self, folder: str | Path, update: int) -> None:
+        """Write beside a saved adapter what its export will say of the run; nothing without an adapter."""
+        if has_trained_adapter(self.model):
+            text = json.dumps(run_facts(self.model, **self.facts(update)), indent=2, default=str)
+            (Path(folder) / RUN_FILE).write_text(text + "\n", encoding="utf-8")
+
+    def export(
+        self, name: str | None, before: Mapping[str, float] | None, after: Mapping[str, float] | None, state: Any
+    ) -> Path:
+        """Write the next version; see TurnGRPOTrainer.export_adapter. `state` is the TrainerState."""
+        output = Path(self.args.output_dir).resolve()
+        name = name or (self.exported.parent.name if self.exported else output.name)
+        self.exported = export_adapter(
+            self.model,
+            self.tokenizer,
+            output / "adapters" / name,
+            before=before,
+            after=after or evaluation_at(state.log_history, state.global_step),
+            **self.facts(state.global_step),
+        )
+        return self.exported
+
+    def push(
+        self, repo_id: str | None, token: str | None, private: bool | None, blocking: bool, **options: Any
+    ) -> Any:
+        """Push the newest version, private unless told otherwise; a future where `blocking` is False."""
+        assert self.exported is not None
+        repo_id = repo_id or self.args.hub_model_id or Path(self.args.output_dir).resolve().name
+        options |= {"token": token or self.args.hub_token, "private": is_private(self.args, private)}
+        if blocking:
+            return push_version(self.exported, repo_id, **options)
+        return HfApi().run_as_future(push_version, self.exported, repo_id, **options)

@@ -1,0 +1,120 @@
+"""The text protocol of the gates: prompt segments in both layouts, and the strict parser of one turn."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+INITIAL_MEMORY = "No memory yet."
+
+# A gate tag or a control token (`<|im_start|>`, `<|unknown_token:7|>`) may never stand inside free text.
+_CONTROL = re.compile(r"<\|[^|<>\s]*\|>")
+BLOCKS = ("think", "check", "update", "next")  # of a chunk turn, in their order
+_TAG = re.compile(rf"</?(?:{'|'.join(BLOCKS)})>")
+_TURN = re.compile(
+    r"\s*(?:<think>(?P<think>.*?)</think>\s*)?"
+    r"<check>\s*(?P<check>yes|no)\s*</check>\s*"
+    r"<update>(?P<update>.*?)</update>\s*"
+    r"<next>\s*(?P<next>continue|end)\s*</next>\s*",
+    re.DOTALL,
+)
+_BOXED = "\\boxed{"
+
+GATED_INSTRUCTION = """\
+You read a long document one section at a time to answer a question. Only the memory is carried on.
+Reply with exactly these blocks, in this order:
+<think>your reasoning, may be empty</think>
+<check>yes or no: does this section hold information that the question needs</check>
+<update>the full new memory: what to keep of the old memory and what this section adds</update>
+<next>continue or end: end as soon as the memory is enough to answer</next>"""
+
+UNGATED_INSTRUCTION = """\
+You read a long document one section at a time to answer a question. Only the memory is carried on.
+Reply with the full updated memory: keep what the question needs, add what this section tells about it."""
+
+ANSWER_INSTRUCTION = "Answer the question from the memory alone. Put the final answer, and nothing else, in \\boxed{}."
+
+
+@dataclass(frozen=True)
+class GateDecision:
+    """What one parsed turn decided: write `candidate` into memory (`check`) and stop reading (`exit`)."""
+
+    check: bool
+    candidate: str
+    exit: bool
+
+
+def _clean(text: str, control_tokens: Collection[str]) -> bool:
+    return not (_CONTROL.search(text) or any(token in text for token in control_tokens))
+
+
+def parse_turn(text: str, finish_reason: str, control_tokens: Collection[str] = ()) -> GateDecision | None:
+    """Return the gates of one completion, or None where it breaks the format in any way (GRU-Mem, section 3).
+
+    `text` is the completion decoded with special tokens kept and only the final EOS dropped; `finish_reason` is "eos"
+    or "length". The blocks stand once each and in order, `<think>` may be absent, nothing but white space stands
+    between them, no tag or control token (`<|...|>`, or one of `control_tokens`) stands inside think or update, and
+    check=yes needs a candidate.
+    """
+    match = _TURN.fullmatch(text) if finish_reason == "eos" else None
+    if match is None:
+        return None
+    free_text = f"{match['think'] or ''}\n{match['update']}"
+    if _TAG.search(free_text) or not _clean(free_text, control_tokens):
+        return None
+    check, candidate = match["check"] == "yes", match["update"].strip()
+    if check and not candidate:
+        return None
+    return GateDecision(check=check, candidate=candidate, exit=match["next"] == "end")
+
+
+def parse_answer(text: str, finish_reason: str, control_tokens: Collection[str] = ()) -> str | None:
+    """Return the content of the one `\\boxed{}` of an answer turn; None without EOS, for none, several or a torn one.
+
+    A brace after a backslash is text; no control token may stand anywhere, as in `parse_turn`.
+    """
+    if finish_reason != "eos" or text.count(_BOXED) != 1 or not _clean(text, control_tokens):
+        return None
+    start = text.index(_BOXED) + len(_BOXED)
+    depth, escaped = 1, False
+    for position in range(start, len(text)):
+        if escaped or text[position] == "\\":
+            escaped = not escaped
+            continue
+        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if depth == 0:
+            return text[start:position].strip()
+    return None
+
+
+def turn_segments(layout: str, instruction: str, question: str, chunk: str, memory: str) -> list[str]:
+    """Return the user text of a chunk turn as segments to tokenise apart; their concatenation is the user message.
+
+    "chunk_first" puts the memory last, so that all trajectories of a group share every token before it; "memory_first"
+    is MemAgent's order (arXiv 2507.02259): question, memory, chunk.
+    """
+    question_part = f"\n\n<question>\n{question}\n</question>\n\n"
+    chunk_part = ["<section>\n", chunk, "\n</section>\n\n"]
+    memory_part = ["<memory>\n", memory, "\n</memory>"]
+    if layout == "chunk_first":
+        return [instruction, question_part, *chunk_part, *memory_part]
+    if layout == "memory_first":
+        return [instruction, question_part, *memory_part, "\n\n", *chunk_part[:2], "\n</section>"]
+    raise ValueError(f"layout is {layout!r}, expected 'chunk_first' or 'memory_first'")
+
+
+def answer_segments(question: str, memory: str) -> list[str]:
+    """Return the user text of the answer turn (question and memory only) as segments to tokenise apart."""
+    return [ANSWER_INSTRUCTION, f"\n\n<question>\n{question}\n</question>\n\n", "<memory>\n", memory, "\n</memory>"]
+
+
+def write_turn(decision: GateDecision, think: str = "") -> str:
+    """Return the text that `parse_turn` reads as `decision`; without `think` there is no think block.
+
+    >>> print(write_turn(GateDecision(check=True, candidate="the code is 7", exit=False)))
+    <check>yes</check>
+    <update>the code is 7</update>
+    <next>continue</next>
+    """
+    start = f"<think>{think}</think>\n" if think else ""
+    check, leave = "yes" if decision.check else "no", "end" if decision.exit else "continue"
+    return f"{start}<check>{check}</check>\n<update>{decision.candidate}</update>\n<next>{leave}</next>"

@@ -1,0 +1,259 @@
+"""Turns and trajectories, and the loop that drives a workflow with an engine until every trajectory has ended."""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from tqdm.auto import tqdm
+
+EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
+
+
+class NoiseKey(NamedTuple):
+    """What the sampling noise of one turn depends on, and nothing else; `position` is the index into its stream."""
+
+    seed: int
+    iteration: int
+    group: int
+    member: int
+    turn: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete: token-id segments whose leading ones may be shared, and the key of its noise.
+
+    `messages` is the same prompt in TRL's form, for servers that take no token ids.
+    """
+
+    segments: list[list[int]]
+    key: NoiseKey
+    label: str = ""
+    messages: Any = None
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion: ids with the final EOS, BEHAVIOR log-probability of each, and why it stopped."""
+
+    ids: list[int]
+    behavior_logprobs: list[float]
+    finish_reason: str  # "eos" or "length"
+    text: str | None = None  # where it came as text; None: what the ids decode to
+
+
+@dataclass
+class TokenCounts:
+    """Real tokens that went through the model: prompt prefixes (once per group), suffixes, and decoding steps."""
+
+    prefix: int = 0
+    suffix: int = 0
+    decode: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prefix + self.suffix + self.decode
+
+
+class Engine(Protocol):
+    """Completes a batch of requests in their order; the trainer calls `refresh` when the policy may have changed.
+
+    `counts` are the tokens that went through the model so far, `prompt_limit` is the longest prompt it takes, and
+    `share_prefix` says whether the model here computes the common prefix of a group once.
+    """
+
+    counts: TokenCounts
+
+    @property
+    def prompt_limit(self) -> int: ...
+
+    @property
+    def share_prefix(self) -> bool: ...
+
+    def refresh(self) -> None: ...
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]: ...
+
+
+def check_prompts(requests: Sequence[Request], limit: int, limits: str) -> None:
+    """Raise ValueError naming the first request without a prompt or with more than `limit` tokens."""
+    for request in requests:
+        length = len(request.prompt_ids)
+        if not 1 <= length <= limit:
+            raise ValueError(
+                f"{request.label}, turn {request.key.turn}: the prompt has {length} tokens, expected 1 to {limit} "
+                f"({limits}); prompts are never truncated"
+            )
+
+
+@dataclass
+class Turn:
+    """One prompt and its completion: one training sample. `step` is the 1-based chunk index, None for other turns."""
+
+    step: int | None
+    prompt_ids: list[int] = field(repr=False)  # not in messages, which TRL fills with whole trajectories
+    completion_ids: list[int] = field(repr=False)
+    behavior_logprobs: list[float] = field(repr=False)
+    finish_reason: str
+    text: str
+    decision: Any = None
+    evidence: bool | None = None
+    memory_cut: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.completion_ids)
+
+
+@dataclass
+class Trajectory:
+    """All turns of one reading: `exit_step` is the last chunk read, `last_evidence` T* (K where none is evidence)."""
+
+    row: dict[str, Any]
+    group: int
+    member: int
+    turns: list[Turn] = field(default_factory=list)
+    memory: str | None = None
+    exit_step: int | None = None
+    last_evidence: int | None = None
+    parsed: bool = True
+    answer: str | None = None
+    memory_tokens: int = 0
+    prompt: Any = None  # the last turn's prompt in TRL's form, text or messages
+
+
+@dataclass(frozen=True)
+class TurnOutline:
+    """The lengths of another process's turn: all that its share of an objective and of the metrics depends on."""
+
+    step: int | None
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class TrajectoryOutline:
+    """What a process knows of another one's trajectory: its place, its turns' lengths, and what its owner observed.
+
+    `row` holds the id alone, where there is one; `measures` are observations by metric name.
+    """
+
+    row: dict[str, Any]
+    group: int
+    member: int
+    turns: list[TurnOutline]
+    parsed: bool
+    measures: dict[str, list[float]]
+
+
+def outline(trajectory: Trajectory, measures: dict[str, list[float]]) -> TrajectoryOutline:
+    """Return what other processes need of a trajectory: no token and no text."""
+    turns = [TurnOutline(t.step, t.prompt_tokens, t.completion_tokens, t.finish_reason) for t in trajectory.turns]
+    row = {"id": trajectory.row["id"]} if "id" in trajectory.row else {}
+    return TrajectoryOutline(row, trajectory.group, trajectory.member, turns, trajectory.parsed, measures)
+
+
+def decode_completion(tokenizer: Any, ids: Sequence[int], finish_reason: str) -> str:
+    """Decode with special tokens kept and only the final EOS dropped; an id that the tokenizer does not know shows.
+
+    Fast tokenizers drop unknown ids without a word; here each becomes `<|unknown_token:ID|>`, which no parser accepts.
+    """
+    ids = list(ids[:-1] if finish_reason == "eos" else ids)
+    parts = []
+    for is_known, run in itertools.groupby(ids, lambda token: tokenizer.convert_ids_to_tokens(token) is not None):
+        if is_known:
+            text = tokenizer.decode(list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            parts.append(text)
+        else:
+            parts.extend(f"<|unknown_token:{token}|>" for token in run)
+    return "".join(parts)
+
+
+def collect(
+    workflow: Any,
+    engine: Engine,
+    tokenizer: Any,
+    rows: Sequence[dict[str, Any]],
+    groups: Sequence[int],
+    members: Sequence[int],
+    seed: int,
+    iteration: int,
+    on_turn: Callable[[int, int], None] | None = None,
+) -> list[Trajectory]:
+    """Read every row to its end and return one trajectory per row, in the order of `rows`.
+
+    All trajectories still reading take their next turn together, so that one engine call holds all members of a group
+    at the same step; a trajectory that ends leaves the batch and shifts nobody. `on_turn(turn, active)` reports
+    progress.
+    """
+    trajectories = [
+        Trajectory(row=row, group=group, member=member)
+        for row, group, member in zip(rows, groups, members, strict=True)
+    ]
+    states = [workflow.start(row) for row in rows]
+    active, index = list(range(len(rows))), 0
+    while active:
+        if on_turn is not None:
+            on_turn(index, len(active))
+        messages = getattr(workflow, "messages", lambda state: None)
+        requests = [
+            Request(
+                segments=workflow.prompt(states[i]),
+                key=NoiseKey(seed, iteration, groups[i], members[i], index),
+                label=row_name(rows[i], groups[i]),
+                messages=messages(states[i]),
+            )
+            for i in active
+        ]
+        goes_on = []
+        for i, request, completion in zip(active, requests, engine.generate(requests), strict=True):
+            trajectory = trajectories[i]
+            turn = Turn(
+                step=index + 1,
+                prompt_ids=request.prompt_ids,
+                completion_ids=completion.ids,
+                behavior_logprobs=completion.behavior_logprobs,
+                finish_reason=completion.finish_reason,
+                text=completion.text
+                if completion.text is not None
+                else decode_completion(tokenizer, completion.ids, completion.finish_reason),
+            )
+            trajectory.prompt = request.messages
+            trajectory.turns.append(turn)
+            if workflow.advance(states[i], turn):
+                goes_on.append(i)
+        active, index = goes_on, index + 1
+    for trajectory, state in zip(trajectories, states, strict=True):
+        for name in ("memory", "exit_step", "last_evidence", "parsed", "answer", "memory_tokens"):
+            setattr(trajectory, name, getattr(state, name, getattr(trajectory, name)))
+        if trajectory.prompt is None:
+            trajectory.prompt = tokenizer.decode(trajectory.turns[-1].prompt_ids)
+    return trajectories
+
+
+def row_name(row: dict[str, Any], index: int) -> str:
+    """Name a dataset row in messages: its id where it has one, else its place."""
+    return f"row {row['id']!r}" if "id" in row else f"row {index}"
+
+
+@contextlib.contextmanager
+def rollout_progress(label: str, rows: int, hidden: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar of the trajectories that have ended in one rollout; yields collect()'s `on_turn`."""
+    with tqdm(total=rows, desc=label, unit="trajectory", leave=False, disable=hidden) as bar:
+
+        def on_turn(turn: int, active: int) -> None:
+            bar.set_postfix_str(f"turn {turn + 1}, {active} reading")
+            bar.update(rows - active - bar.n)
+
+        yield on_turn

@@ -1,0 +1,1 @@
+"""Who samples: the training model itself, vLLM servers, or any chat server."""

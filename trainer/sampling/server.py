@@ -1,0 +1,131 @@
+"""An OpenAI-compatible server over HTTP: a bounded pool, retries with a limit, errors that say what to do."""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import time
+import warnings
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from turngrpo.trainer.awaiting import run_async
+
+RETRIED = (408, 429, 500, 502, 503, 504)  # a server that is busy, starting or dying; anything else is an answer
+FIRST_DELAY, LONGEST_DELAY = 0.25, 5.0  # seconds between attempts, doubled every time
+CONNECT_TIMEOUT = 10.0
+
+
+class ServerError(ConnectionError):
+    """A server that cannot be reached, does not answer, or goes on failing."""
+
+
+class RefusedRequest(ValueError):
+    """What a server answered instead of doing what it was asked; `reason` is its own words."""
+
+    def __init__(self, url: str, status: int, reason: str):
+        super().__init__(f"{url} refused (HTTP {status}): {reason}")
+        self.status, self.reason = status, reason
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server is, and how long to wait for it.
+
+    A server that cannot be reached or fails is asked again for `patience` seconds, one that has taken a request may
+    take `answer_timeout` seconds; after that ServerError. At most `connections` requests are open at once. The key in
+    OPENAI_API_KEY, where there is one, is sent along.
+    """
+
+    base_url: str
+    patience: float = 240.0
+    answer_timeout: float = 600.0
+    connections: int = 64
+    api_key: str | None = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY"), repr=False)
+
+    def __post_init__(self) -> None:
+        url = httpx.URL(self.base_url)
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"the server is {self.base_url!r}: expected a URL as in http://localhost:8000")
+        root = self.base_url.rstrip("/").removesuffix("/v1")  # both ways to write it are in use
+        object.__setattr__(self, "base_url", root)
+
+    @contextlib.asynccontextmanager
+    async def session(self) -> AsyncIterator["Session"]:
+        """Open a pool of connections inside an event loop."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        timeout = httpx.Timeout(self.answer_timeout, connect=min(CONNECT_TIMEOUT, max(self.patience, 1.0)), pool=None)
+        limits = httpx.Limits(max_connections=self.connections)
+        async with httpx.AsyncClient(
+            base_url=self.base_url, headers=headers, timeout=timeout, limits=limits
+        ) as client:
+            yield Session(self, client, asyncio.Semaphore(self.connections))
+
+    def ask(self, path: str, body: dict[str, Any] | None = None, retry: bool = True) -> Any:
+        """Return the answer to one request outside of any event loop; see Session.ask."""
+
+        async def once() -> Any:
+            async with self.session() as session:
+                return await session.ask(path, body, retry)
+
+        return run_async(once())
+
+
+@dataclass
+class Session:
+    """Open connections to one server."""
+
+    server: Server
+    client: httpx.AsyncClient
+    pool: asyncio.Semaphore
+
+    async def ask(self, path: str, body: dict[str, Any] | None = None, retry: bool = True) -> Any:
+        """Return the JSON (or text) that the server answers to a GET, or with a body to a POST.
+
+        Raises RefusedRequest for a status that asking again does not change (with `retry` False for any that is no
+        success) and ServerError as `Server` says.
+        """
+        url, deadline = self.server.base_url + path, None
+        for attempt in itertools.count():
+            try:
+                async with self.pool:
+                    response = await self.client.request("GET" if body is None else "POST", path, json=body)
+            except httpx.ReadTimeout as error:
+                raise ServerError(f"{url} did not answer within {self.server.answer_timeout:g} seconds") from error
+            except httpx.TransportError as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            else:
+                if response.is_success:
+                    return response.json() if "json" in response.headers.get("content-type", "") else response.text
+                if response.status_code not in RETRIED or not retry:
+                    raise RefusedRequest(url, response.status_code, _reason(response))
+                problem = f"HTTP {response.status_code}: {_reason(response)}"
+            now = time.monotonic()
+            if deadline is None:
+                deadline = now + self.server.patience
+                warnings.warn(f"{url}: {problem}; asking again for {self.server.patience:g} seconds", stacklevel=2)
+            if now >= deadline:
+                raise ServerError(
+                    f"{url} cannot be reached or fails since {self.server.patience:g} seconds: {problem}"
+                )
+            await asyncio.sleep(min(FIRST_DELAY * 2**attempt, LONGEST_DELAY, deadline - now))
+
+
+def _reason(response: httpx.Response) -> str:
+    """Return the server's own words: vLLM and OpenAI have error.message, transformers serve has detail."""
+    try:
+        content = response.json()
+    except ValueError:
+        return response.text[:500] or response.reason_phrase
+    error = content.get("error", content.get("detail", content)) if isinstance(content, dict) else content
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def served_models(server: Server) -> list[dict[str, Any]]:
+    """Return the cards of all models that a server lists; none where it has no such list or fails to make it."""
+    with contextlib.suppress(RefusedRequest):
+        return server.ask("/v1/models", retry=False).get("data") or []
+    return []
