@@ -93,7 +93,7 @@ class TurnGRPOTrainer(GRPOTrainer):
     model: Any
     ref_model: Any
     optimizer: Any
-    engine: Engine
+    engine: Any  # an Engine
     num_generations: Any
     num_generations_eval: Any
     _buffered_inputs: Any
@@ -197,9 +197,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         )
         sampler.verify()
         with_vllm = self.args.rollout_engine == "vllm"
-        self.engine: Any = (
-            make_vllm_engine(self.args, self.policy, self._tokenizer, self.eos_token_ids) if with_vllm else sampler
-        )
+        made = make_vllm_engine(self.args, self.policy, self._tokenizer, self.eos_token_ids) if with_vllm else sampler
+        self.engine = made
         sampling: Any = {"temperature": self.args.eval_temperature, "top_p": self.args.eval_top_p}
         self.eval_engine = replace(self.engine, counts=TokenCounts(), **sampling)
         return sampler.share_prefix
@@ -213,6 +212,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         if self._buffered_inputs is None or self._step % (steps * self.num_iterations) == 0:
             self.completion_log.clear()
             rollout = self._generate_and_score_completions(generation_batch)
+            self._log_rollout(rollout)
             self._write_down(rollout)
             self._buffered_inputs = self._slices(rollout)
             if self.args.behavior_check == "all":
@@ -224,7 +224,10 @@ class TurnGRPOTrainer(GRPOTrainer):
         return training_slices(rollout, size, per_update, self.loss_type)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """Sample one trajectory per row, prompt by prompt, each repeated, and score those of all processes."""
+        """Sample one trajectory per row and score those of all processes: the ScoredRollout that is trained on.
+
+        `inputs` are dataset rows, prompt by prompt, each repeated for its group.
+        """
         if self.workflow is None:
             return super()._generate_and_score_completions(inputs)
         evaluation = self._evaluation
@@ -262,18 +265,15 @@ class TurnGRPOTrainer(GRPOTrainer):
             share = range(min(share.start, len(everyone)), min(share.stop, len(everyone)))
             per_func, per_turn = per_func[: len(everyone)], per_turn[: sum(len(t.turns) for t in everyone)]
         options = self.args.advantage_options() | {"strict_format": self.workflow.strict_format, "own": share}
-        rollout = score_rollout(everyone, iteration, per_func, per_turn, **options)
-        self._log_rollout(rollout)
-        return rollout
+        return score_rollout(everyone, iteration, per_func, per_turn, **options)
 
     def _call_rewards(self, trajectories: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rewards (B, F) and turn rewards (N, F_turn) of the trajectories of all processes."""
         helpers = self.state, self._log_completion_extra, self._log_metric
         arguments = reward_arguments(trajectories, self._tokenizer, *helpers)
         per_func = call_rewards(self._reward_functions, arguments)
-        return gather_tensors(per_func), gather_tensors(
-            call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
-        )
+        per_turn = call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
+        return gather_tensors(per_func), gather_tensors(per_turn)
 
     def _log_rollout(self, rollout: ScoredRollout) -> None:
         mode = "train" if self._evaluation is None else "eval"
@@ -476,6 +476,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         assert self._evaluation is not None
         with self.whole_weights(), torch.no_grad():
             rollout = self._generate_and_score_completions(inputs)
+            self._log_rollout(rollout)
             correction = self.args.use_bias_correction_kl
             kl, total = self.scorer.sum_kl(rollout.turns, rollout.own_turns, rollout.clusters, correction)
         losses = evaluation_losses(rollout, kl, self.beta, self.loss_type)

@@ -7,20 +7,15 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 import torch
+from jobs import quickstart
 from peft import PeftModel
 from tiny import adapted_model, sharpen
 from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-from jobs import quickstart
 
 NAME = "reader"
 MESSAGES = [{"role": "user", "content": "what is the code of lamp ?"}]

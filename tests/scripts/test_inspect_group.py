@@ -1,18 +1,14 @@
 """scripts/inspect_group.py on a tiny model: the numbers of one group and one real update, and what it refuses."""
 
 import json
-import sys
 from pathlib import Path
 
+import inspect_group
 import pytest
-from jobs import inspecting
+from jobs import inspecting, quickstart
 from lib import running
 
 from turngrpo.data_prep import build_needle_corpus, stock_arithmetic, write_corpus
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import inspect_group
-from jobs import quickstart
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
 """The memory of one GPU on paper, by hand for Qwen2.5-3B, and the batches that keep an iteration the same."""
 
-import sys
-from pathlib import Path
-
+import memory_estimate
 import pytest
 import torch
 from jobs import memory
@@ -11,10 +9,6 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from turngrpo.trainer import TurnGRPOConfig
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import memory_estimate
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

@@ -3,29 +3,24 @@
 import json
 import os
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
+import evaluate
 import pytest
+import read_document
 import torch
+import train
+from jobs import quickstart
 from jobs import reading as reading_job
+from lib.options import evaluation_config
+from lib.running import SetupError
 from openai_server import serving
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
 from turngrpo.trainer import GatedMemory
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-
-import evaluate
-import read_document
-import train
-from jobs import quickstart
-from lib.options import evaluation_config
-from lib.running import SetupError
 
 TURN = "<check>yes</check><update>the code is 7</update><next>end</next>"
 ANSWER = "\\boxed{7}"

@@ -85,7 +85,7 @@ class UpdateLog:
 
     def add_tokens(self, batch: MicroBatch, kl: torch.Tensor | None, stats: Mapping[str, torch.Tensor]) -> None:
         """Add what one micro-batch measured; every mean is over the response tokens of the whole update."""
-        tokens = float(batch.mask.sum())
+        tokens = float(stats["tokens"])
         self.add_cost("tokens/optimisation", tokens)
         for name in ("ratio/mean", "clip/active", "clip/outside"):
             self._meter.add_mean(name, float(stats[name]) * tokens, tokens)
