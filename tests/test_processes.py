@@ -35,7 +35,7 @@ DURATIONS = ("time", "second")
 
 def launch(launcher, folder, *stages):
     """Run stages of cases in the processes of a launcher, in `folder`."""
-    command = [*launcher, str(ROOT / "tests" / "process_cases.py"), str(folder), *stages]
+    command = [*launcher, str(ROOT / "tests" / "helpers" / "process_cases.py"), str(folder), *stages]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LIMIT, check=False)
 

@@ -1,6 +1,6 @@
 """What test_processes.py runs in one process and in two, by the same functions; a launcher starts the two.
 
-    torchrun --nproc_per_node 2 tests/process_cases.py FOLDER STAGE [STAGE ...]
+    torchrun --nproc_per_node 2 tests/helpers/process_cases.py FOLDER STAGE [STAGE ...]
 
 A stage is CASE[,CASE ...], or zero2:CASE[,CASE ...] and zero3:... under DeepSpeed.
 Every stage but the last runs in forks of the launcher's processes, which have imported everything once: one may be

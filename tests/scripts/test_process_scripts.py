@@ -118,7 +118,7 @@ def test_train_on_two_processes_writes_everything_once(train):
 
 def test_three_processes_have_the_gradient_of_one(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "3"]
-    run([*torchrun, str(ROOT / "tests" / "process_cases.py"), str(tmp_path), "full"], tmp_path)
+    run([*torchrun, str(ROOT / "tests" / "helpers" / "process_cases.py"), str(tmp_path), "full"], tmp_path)
     whole = process_cases.run_case("full", tmp_path / "one")
     parts = [torch.load(tmp_path / f"full_{rank}.pt", weights_only=False) for rank in range(3)]
     # Groups of 3 on processes of 2 trajectories: the middle one has a part of both.
