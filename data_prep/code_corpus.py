@@ -107,11 +107,15 @@ def find_projects(sources: Iterable[str | os.PathLike[str]]) -> dict[str, Path]:
             if next(_python_files(part), None) is None:
                 raise ValueError(f"{source} holds no Python files: expected a Python package or a folder of packages")
             if found.setdefault(part.name, part) != part:
-                raise ValueError(f"two projects are named {part.name!r}: {found[part.name]} and {part}")
+                raise ValueError(
+                    f"two projects are named {part.name!r}: {found[part.name]} and {part}; rename one, or leave it out"
+                )
     for name, folder in found.items():
         for other in found.values():
             if other in folder.parents:
-                raise ValueError(f"project {name!r} ({folder}) lies inside another project ({other})")
+                raise ValueError(
+                    f"project {name!r} ({folder}) lies inside another project ({other}): give one of them as a source"
+                )
     return found
 
 

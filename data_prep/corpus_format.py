@@ -239,7 +239,7 @@ class CorpusCheck:
     ) -> None:
         for field in required:
             if field not in value:
-                self.add(line, prefix + field, "no such field", "this field")
+                self.add(line, prefix + field, "no such field", "a value")
         names = tuple(allowed)
         for field in value:
             if field not in names:

@@ -52,7 +52,9 @@ def convert_memagent(
         raise ValueError(f"{os.fspath(parquet_path)} is no parquet file: {error}") from error
     missing = [name for name in COLUMNS if name not in file.schema_arrow.names]
     if missing:
-        raise ValueError(f"{os.fspath(parquet_path)} has no column {', '.join(missing)}: expected MemAgent's columns")
+        raise ValueError(
+            f"{os.fspath(parquet_path)} has no column {', '.join(missing)}: expected MemAgent's {', '.join(COLUMNS)}"
+        )
     total = file.metadata.num_rows
     for number, record in enumerate(_records(file)):
         if progress is not None:
@@ -138,7 +140,7 @@ def _convert(
         raise Unjoined("question", f"the question {question!r} is not among the supporting facts")
     wanted = titles_of[_plain(question)]
     if not wanted:
-        raise Unjoined("ambiguous", f"the question {question!r} has no titles, or two different sets of them")
+        raise Unjoined("ambiguous", f"the supporting facts of {question!r} name no titles, or two different sets")
     context = record["context"]
     found = [(_plain(title), start, end) for title, start, end in documents(context)]
     missing = wanted - {title for title, _, _ in found}

@@ -17,7 +17,7 @@ def main() -> int:
     try:
         lines = compare_states(options.first, options.second)
     except FileNotFoundError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     for line in lines:
         print(line)

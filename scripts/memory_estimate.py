@@ -40,7 +40,8 @@ def batch_fields(trajectories: int, group: int, processes: int) -> dict[str, int
     """
     if trajectories % (group * processes):
         raise ValueError(
-            f"{trajectories} trajectories in groups of {group} cannot be shared out over {processes} GPUs"
+            f"{trajectories} trajectories in groups of {group} cannot be shared out over {processes} GPUs: expected a "
+            f"multiple of {group * processes}"
         )
     accumulation = trajectories // (group * processes)
     return {

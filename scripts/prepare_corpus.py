@@ -117,10 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     console = Console()
     if os.path.lexists(options.output) and not options.overwrite:
-        print(f"{options.output} exists: give another --output, or --overwrite to replace it", file=sys.stderr)
+        print(
+            f"error: --output {options.output!r} exists: choose another, or give --overwrite to replace it",
+            file=sys.stderr,
+        )
         return 1
     if not Path(options.output).resolve().parent.is_dir():
-        print(f"--output is {options.output}: its folder does not exist", file=sys.stderr)
+        print(f"error: --output is {options.output!r}: its folder does not exist, make it first", file=sys.stderr)
         return 1
     tokenizer, counts = None, Counter[str]()
     try:
@@ -138,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             manifest, rows = make_corpus(options, counts, show)
         write_corpus(options.output, manifest, rows, overwrite=options.overwrite)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     console.print(summary_table(rows, tokenizer))
     for name in sorted(counts):

@@ -49,11 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
         output = claim_output(config)
         if (options.corpus is None) == (options.targets is None):
-            raise ValueError("expected one of --corpus and --targets")
+            found = "neither" if options.corpus is None else "both"
+            raise ValueError(f"found {found} of --corpus and --targets: expected one of them")
         if not 0 <= options.gate_noise < 1:
-            raise ValueError(f"--gate_noise is {options.gate_noise}: expected a probability in [0, 1)")
+            raise ValueError(f"--gate_noise is {options.gate_noise}: expected a probability, 0 or more and below 1")
         if not 0 <= options.read_on < 1:
-            raise ValueError(f"--read_on is {options.read_on}: expected a probability in [0, 1)")
+            raise ValueError(f"--read_on is {options.read_on}: expected a probability, 0 or more and below 1")
         tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
         if options.targets is not None:
             examples, names = target_examples(options.targets, tokenizer)

@@ -50,19 +50,26 @@ DEFAULTS = {"validation_fraction": 0.1, "split_seed": 0, "workflow": "gated"} | 
 
 def check_options(options: EvaluateArguments) -> None:
     """Raise ValueError for options that say nothing together."""
-    for name in ("model", "corpus", "output"):
+    expected = {
+        "model": "a model's folder or name, or with --base_url a name that the server lists",
+        "corpus": "a corpus file; scripts/prepare_corpus.py makes one",
+        "output": "a JSON file to write",
+    }
+    for name, what in expected.items():
         if not getattr(options, name):
-            raise ValueError(f"--{name} is missing")
+            raise ValueError(f"--{name} is missing: expected {what}")
     if options.split not in ("train", "validation"):
         raise ValueError(f"--split is {options.split!r}: expected train or validation")
     if options.concurrency < 1:
         raise ValueError(f"--concurrency is {options.concurrency}: expected 1 or more")
     if options.compare_base and options.adapter is None and options.base_url is None:
-        raise ValueError("--compare_base compares an adapter with its base: give --adapter")
+        raise ValueError(
+            "--compare_base compares an adapter with its base, found no adapter: give --adapter or --base_url"
+        )
     if options.members < 1 or (options.rows is not None and options.rows < 1):
-        raise ValueError(f"--members is {options.members} and --rows is {options.rows}: expected 1 or more")
+        raise ValueError(f"--members is {options.members} and --rows is {options.rows}: expected 1 or more of each")
     if not Path(options.output).resolve().parent.is_dir():
-        raise ValueError(f"--output is {options.output!r}: its folder does not exist")
+        raise ValueError(f"--output is {options.output!r}: its folder does not exist, make it first")
     if Path(options.output).is_dir():
         raise ValueError(f"--output is {options.output!r}, a folder: expected a file to write")
 
@@ -72,7 +79,10 @@ def check_workflow(options: EvaluateArguments) -> None:
     if options.workflow not in ("gated", "memagent"):
         raise ValueError(f"--workflow is {options.workflow!r}: expected gated or memagent")
     if options.workflow != "gated" and (options.ignore_exit or options.trivial_policies):
-        raise ValueError("--ignore_exit and --trivial_policies belong to --workflow gated")
+        raise ValueError(
+            f"--ignore_exit and --trivial_policies are about gates, which --workflow {options.workflow} has not: "
+            "leave them out, or set --workflow gated"
+        )
 
 
 def policies(options: EvaluateArguments, name: str) -> dict[str, tuple[Any, bool]]:
@@ -103,9 +113,10 @@ def load(options: EvaluateArguments, config: Any) -> Any:
     try:
         adapted = PeftModel.from_pretrained(model, options.adapter)
     except RuntimeError as error:  # torch's, with a line for every matrix
-        first = str(error).split("\n")[1:2]
+        first = "".join(str(error).split("\n")[1:2]).strip()
         raise ValueError(
-            f"--adapter {options.adapter} was trained on {base!r} and does not fit --model {options.model!r}: {first}"
+            f"--adapter {options.adapter} was trained on {base!r} and does not fit --model {options.model!r}: give "
+            f"its own base ({first})"
         ) from error
     if base not in (None, options.model) and Path(str(base)).resolve() != Path(options.model).resolve():
         warnings.warn(f"{options.adapter} was trained on {base!r}, evaluated on {options.model!r}", stacklevel=2)

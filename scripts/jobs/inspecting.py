@@ -100,7 +100,8 @@ def make_trainer(
     """Return the trainer of one update on one group; what it writes goes to `folder`."""
     gated, numbers, count = options.workflow == "gated", options.rewards, sizes.num_generations
     if options.workflow not in ("single_turn", "gated") or gated != (options.corpus is not None):
-        raise ValueError(f"--workflow is {options.workflow!r}: expected gated and --corpus, or single_turn without")
+        found = f"{options.workflow!r} with{'out' * (options.corpus is None)} --corpus"
+        raise ValueError(f"--workflow is {found}: expected gated with --corpus, or single_turn without")
     rewards: Any = [answer_reward, exit_reward, format_reward] if gated else stock_reward
     if numbers is not None:
         if len(numbers) != count or not torch.tensor(numbers).isfinite().all():

@@ -20,8 +20,9 @@ from turngrpo.trainer.checks import check_rows
 from turngrpo.trainer.evaluation.evaluate import eos_ids
 from turngrpo.trainer.reading.gates import INITIAL_MEMORY
 from turngrpo.trainer.reading.rollout import Turn, collect
-from turngrpo.trainer.sampling.chat_engine import VllmEngine, connect
+from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError
+from turngrpo.trainer.sampling.vllm_engine import VllmEngine
 
 DEFAULTS = reading_defaults() | {"layout": "chunk_first"}
 
@@ -84,7 +85,9 @@ def read_pdf(path: str) -> str:
     try:
         import pypdf
     except ImportError as error:
-        raise ValueError(f"{path} is a PDF: `pip install pypdf`, or convert it to text") from error
+        raise ValueError(
+            f"{path} is a PDF, which needs pypdf: `pip install pypdf`, or convert the file to text"
+        ) from error
     try:
         return "\n\n".join(page.extract_text() for page in pypdf.PdfReader(path).pages)
     except pypdf.errors.PyPdfError as error:
@@ -138,9 +141,17 @@ class Reading:
     @classmethod
     def prepare(cls, options: ReadArguments) -> "Reading":
         """Check file, server, model and lengths; ValueError or ServerError says what is wrong."""
-        for name in ("base_url", "model", "document", "question"):
+        expected = {
+            "base_url": "a server, as in http://localhost:8000",
+            "model": "the name under which the server lists the adapter or model",
+            "document": "a file to read",
+            "question": "what to answer",
+        }
+        for name, what in expected.items():
             if not (getattr(options, name) or "").strip():
-                raise ValueError(f"--{name} is missing")
+                raise ValueError(f"--{name} is missing: expected {what}")
+        if not Path(options.document).is_file():
+            raise ValueError(f"--document is {options.document!r}: no such file")
         text = read_text(options.document)
         server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
         served = Served.find(server, options.model)

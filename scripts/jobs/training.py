@@ -141,15 +141,19 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
     """Return training rows, and the rows to evaluate on or None."""
     if options.workflow == "single_turn":
         if options.dataset_name is None or options.corpus is not None:
-            raise ValueError("--workflow single_turn reads --dataset_name and no --corpus")
+            raise ValueError("--workflow single_turn reads prompts: give --dataset_name, and leave --corpus out")
         if Path(options.dataset_name).is_file():
             data = load_dataset("json", data_files=options.dataset_name)
         else:
             data = load_dataset(options.dataset_name, options.dataset_config)
+        if options.dataset_train_split not in data:
+            raise ValueError(f"--dataset_train_split is {options.dataset_train_split!r}: expected one of {list(data)}")
         train, validation = data[options.dataset_train_split], data.get(options.dataset_test_split)
     else:
         if options.corpus is None or options.dataset_name is not None:
-            raise ValueError(f"--workflow {options.workflow} reads --corpus and no --dataset_name")
+            raise ValueError(
+                f"--workflow {options.workflow} reads a corpus: give --corpus, and leave --dataset_name out"
+            )
         data = read_corpus(
             options.corpus, options.validation_fraction, options.split_seed, tokenizer, config.chunk_size
         )

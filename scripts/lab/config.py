@@ -63,14 +63,17 @@ class LabConfig:
         self._require(1 <= self.validation_rows <= 200, "validation_rows", "1 to 200")
         self._require(2 <= self.test_rows <= 200 and self.test_rows % 2 == 0, "test_rows", "an even number, 2 to 200")
         for name in ("warm_start_epochs", "sft_epochs"):
-            self._require(getattr(self, name) >= 2, name, "2 or more: the interrupted branch stops after one")
+            self._require(getattr(self, name) >= 2, name, "2 or more (the interrupted branch stops after one)")
         for name in ("grpo", "exercise"):
             iterations = getattr(self, f"{name}_iterations")
             fits = 0 < getattr(self, f"{name}_interrupt") < iterations
             self._require(fits, f"{name}_interrupt", f"1 to {name}_iterations - 1 = {iterations - 1}")
         sizes = [self.generations, *self.exercise_generations]
-        self._require(len(set(sizes)) == len(sizes), "exercise_generations", f"other sizes than {self.generations}")
-        self._require(min(sizes) >= 2, "exercise_generations", "2 or more responses: a group of one has no baseline")
+        several = "2 or more responses (a group of one has no baseline)"
+        self._require(self.generations >= 2, "generations", several)
+        self._require(min(sizes) >= 2, "exercise_generations", several)
+        others = f"sizes that differ from each other and from --generations {self.generations}"
+        self._require(len(set(sizes)) == len(sizes), "exercise_generations", others)
         for name in ("prompts", "updates_per_rollout", "draws", "save_every", "max_completion_length"):
             self._require(getattr(self, name) >= 1, name, "1 or more")
 

@@ -70,10 +70,11 @@ class Laboratory:
             changed = [f"{k}: {before.get(k)!r} there, {own[k]!r} here" for k in own if before.get(k) != own[k]]
             if changed:
                 raise ValueError(
-                    f"{root} holds a run of another config; choose another --output\n" + "\n".join(changed)
+                    f"--output {str(root)!r} holds a run with other options: choose another folder, or give these\n"
+                    + "\n".join(changed)
                 )
         elif any(path.name != ".lock" for path in root.iterdir()):
-            raise ValueError(f"--output {str(root)!r} is not empty and holds no laboratory: choose another folder")
+            raise ValueError(f"--output {str(root)!r} is not empty and holds no laboratory: choose a new folder")
         write_json(saved, own)
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         self._processes: Any = multiprocessing.get_context(method)
@@ -89,7 +90,9 @@ class Laboratory:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise ValueError(f"another process is running the laboratory in {self.root}") from error
+                raise ValueError(
+                    f"another process is running the laboratory in {self.root}: wait, or choose another --output"
+                ) from error
             yield
 
     def run(self, stage: Stage) -> None:

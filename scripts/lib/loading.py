@@ -33,7 +33,9 @@ def sample_rows(data: Any, count: int | None, seed: int) -> Any:
     if count is None or count >= len(data):
         return data
     if count < 1:
-        raise ValueError(f"found {count} rows to evaluate on, expected 1 or more")
+        raise ValueError(
+            f"a sample of {count} rows was asked for: expected 1 or more, or all of them by leaving it out"
+        )
     return data.shuffle(seed=seed).select(range(count))
 
 
@@ -50,7 +52,9 @@ def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokeni
             f"no tokenizer can be loaded from {name!r}: expected a model's folder or its name on the Hub\n{error}"
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer of {name!r} has no EOS token: no completion could end")
+        raise ValueError(
+            f"the tokenizer of {name!r} has no EOS token, which ends a turn: set its eos_token and save it"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -59,7 +63,9 @@ def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokeni
 def load_model(options: ModelConfig) -> PreTrainedModel:
     """Load the causal model in the dtype asked for (full precision by default), without an adapter."""
     if options.load_in_4bit or options.load_in_8bit:
-        raise ValueError("load_in_4bit and load_in_8bit are not honoured: load the model in 16 or 32 bits")
+        raise ValueError(
+            "--load_in_4bit and --load_in_8bit are not honoured: set --dtype bfloat16, float16 or float32"
+        )
     name: Any = options.model_name_or_path
     dtype = options.dtype or "float32"
     if dtype not in DTYPES:

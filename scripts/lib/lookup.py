@@ -20,7 +20,9 @@ def make_workflow(name: str, layout: str | None = None, instruction: str | None 
     """Return the workflow of a short name; `layout` None is the workflow's own. Raises ValueError for another name."""
     if name == "single_turn":
         if layout or instruction:
-            raise ValueError("--layout and --instruction belong to the workflows gated and memagent")
+            raise ValueError(
+                "--layout and --instruction belong to the workflows gated and memagent: leave them out for single_turn"
+            )
         return SingleTurn()
     if name not in WORKFLOWS:
         raise ValueError(f"--workflow is {name!r}: expected one of {', '.join(WORKFLOWS)}")
@@ -50,7 +52,7 @@ def find_rewards(names: Sequence[str] | None, known: Sequence[str], option: str)
             reason = f"{type(error).__name__}: {error}{_place(error)}"
             raise ValueError(f"{option} is {name!r}, which cannot be imported ({reason}): {expected}") from error
         if not callable(value):
-            raise ValueError(f"{option} is {name!r}, a {type(value).__name__}: expected a function")
+            raise ValueError(f"{option} is {name!r}, which names a {type(value).__name__}: expected a function")
         found.append(value)
     return found
 

@@ -27,14 +27,12 @@ def run_script(main: Callable[[], int]) -> None:
     except Exception as error:
         if not any(text in str(error) for text in DISK_FULL):
             raise
-        text = (
-            "the disk is full; finished checkpoints are whole, --resume_from_checkpoint true goes on from the newest"
-        )
+        text = "the disk is full: make room, then --resume_from_checkpoint true goes on from the newest checkpoint"
         print(f"error: {text} ({error})", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print(
-            "interrupted; training that has a checkpoint goes on with --resume_from_checkpoint true", file=sys.stderr
+            "interrupted: a training that has a checkpoint goes on with --resume_from_checkpoint true", file=sys.stderr
         )
         sys.exit(INTERRUPTED)
 

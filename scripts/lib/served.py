@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from turngrpo.trainer.sampling.chat_engine import served_models
-from turngrpo.trainer.sampling.server import Server
+from turngrpo.trainer.sampling.server import Server, served_models
 
 PATIENCE = 5.0  # seconds that a script waits for a server which cannot be reached
 

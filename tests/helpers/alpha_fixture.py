@@ -1,6 +1,6 @@
 """A tiny reader with a noisy update gate, trained by TurnGRPOTrainer from one start under several advantages.
 
-    OMP_NUM_THREADS=1 python tests/alpha_fixture.py 0 1 2 3 4 5    # the table of test_a7_alpha_1_degenerates
+    OMP_NUM_THREADS=1 python tests/helpers/alpha_fixture.py 0 1 2 3 4 5    # the table of test_a7_alpha_1_degenerates
 
 A document has 4 chunks of five words, two of them evidence: a chunk names a key and a value, and is evidence where the
 key is the question's. The answer is both values in their order, so every evidence chunk must be written, while a write

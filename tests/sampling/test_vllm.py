@@ -1,6 +1,6 @@
 """VllmEngine against a real vLLM server: skipped where there is no vLLM.
 
-    TURNGRPO_VLLM=path/to/bin/vllm TURNGRPO_VLLM_MODEL=path/to/model python -m pytest tests/test_vllm.py -v -s
+    TURNGRPO_VLLM=path/to/bin/vllm TURNGRPO_VLLM_MODEL=path/to/model python -m pytest tests/sampling/test_vllm.py -v -s
 
 TURNGRPO_VLLM names the executable (else `vllm` on PATH), TURNGRPO_VLLM_MODEL a model folder (else a tiny Llama)
 and TURNGRPO_VLLM_DTYPE the precision of the server (float32). The trainer computes in float32.

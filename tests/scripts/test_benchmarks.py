@@ -33,7 +33,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(FOLDER), "
 
 
 def load_floor():
-    """benchmarks/common.py would be taken for scripts/common.py, so its folder stays off the path."""
+    """Return floor.py of the benchmarks, which is a script's neighbour and no package."""
     spec = importlib.util.spec_from_file_location("benchmark_floor", FOLDER / "floor.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -143,8 +143,8 @@ def test_a_gated_group_has_one_line_per_turn(tiny, tmp_path, capsys):
         (["--row", "872"], "expected 0 to 871, or an id as 'train-0128'"),
         (["--row", "-1"], "--row is '-1'"),
         (["--row", "train-0003"], "--row is 'train-0003'"),  # of the warm start
-        (["--workflow", "memagent"], "expected gated and --corpus, or single_turn without"),
-        (["--workflow", "gated"], "expected gated and --corpus"),
+        (["--workflow", "memagent"], "expected gated with --corpus, or single_turn without"),
+        (["--workflow", "gated"], "'gated' without --corpus: expected gated with --corpus"),
         (["--corpus", "corpus.jsonl"], "single_turn without"),
         (["--workflow", "gated", "--corpus", "absent.jsonl"], "no such file"),
         (["--layout", "chunk_first"], "belong to the workflows gated"),

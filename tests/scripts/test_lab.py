@@ -326,7 +326,7 @@ def test_a_failed_stage_leaves_no_finished_one_and_can_be_run_again(laboratory):
 
 
 def test_a_folder_of_another_run_is_refused(laboratory, tmp_path):
-    with pytest.raises(ValueError, match="another config.*\nseed: 0 there, 1 here"):
+    with pytest.raises(ValueError, match="run with other options.*\nseed: 0 there, 1 here"):
         stages.Laboratory(laboratory.root, LabConfig(seed=1), Console(quiet=True))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("x")

@@ -174,7 +174,7 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
         (["--max_prompt_length", "20"], "12 rows|6 rows|cannot fit"),
         (["--top_p", "0.9"], "top_p"),
         (["--workflow", "single_turn"], "gated and memagent"),
-        (["--dataset_name", "some/data"], "--corpus and no --dataset_name"),
+        (["--dataset_name", "some/data"], "reads a corpus: give --corpus, and leave --dataset_name out"),
         (["--use_peft", "--adapter_name", "a/b"], "the adapter's name is 'a/b'"),
         (["--push_to_hub"], "hub_strategy='end'"),
         (["--leraning_rate", "1"], "--leraning_rate is no option: did you mean --learning_rate?"),
@@ -331,5 +331,5 @@ def test_gate_noise_flips_as_often_as_asked_and_stays_parsable():
     noisy = [warm_start.noisy_gates(gold, row, row["chunks"][0], 0.3, generator) for _ in range(300)]
     flips = sum(decision.check for decision in noisy) + sum(decision.exit for decision in noisy)
     assert 146 < flips < 214
-    assert all(parse_turn(gates.gated_reply(decision), "eos") == decision for decision in noisy)
+    assert all(parse_turn(gates.write_turn(decision), "eos") == decision for decision in noisy)
     assert {decision.candidate for decision in noisy if decision.check} == {"the code of bell is 13 ."}

@@ -155,7 +155,7 @@ def test_a_megabyte_is_cut_and_checked(model, tmp_path):
         (b" \n", "has no text in it"),
         ("Zürich".encode("latin-1"), r"is no UTF-8 text \(byte 1 is 0xfc\): convert it to UTF-8 first"),
         (b"%PDF-1.4 nothing", "is a PDF"),
-        (None, "No such file"),
+        (None, "no such file"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, content, message):
