@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import yaml
-from jobs.memory import memory_parts, memory_table, model_sizes
+from jobs.gpu_memory import memory_parts, memory_table, model_sizes
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table

@@ -89,10 +89,14 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
         name = model if isinstance(model, str) else get_config_model_id(model.config)
         args = TurnGRPOConfig(f"{name.split('/')[-1]}-GRPO")
     if not isinstance(args, TurnGRPOConfig):
-        raise ValueError(f"args is a {type(args).__name__}, but a workflow needs a TurnGRPOConfig")
-    for name in ("tools", "rollout_func", "environment_factory", "quantization_config"):
+        raise ValueError(
+            f"args is a {type(args).__name__}, but a workflow needs a TurnGRPOConfig: it has the same fields"
+        )
+    for name in ("tools", "rollout_func", "environment_factory"):
         if arguments.get(name):
             raise ValueError(f"{name} is not honoured under a workflow: the workflow drives the turns; leave it out")
+    if arguments.get("quantization_config"):
+        raise ValueError("quantization_config is not honoured under a workflow: load the model in 16 or 32 bits")
     args.check_workflow_options()
     check_rollout_engine(args, bool(arguments.get("peft_config")) or isinstance(model, PeftModel))
     check_adapters(model, arguments.get("peft_config"))
@@ -105,7 +109,9 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
     if fsdp:
         check_fsdp(args)
     if args.parallelism_config is not None:
-        raise ValueError("parallelism_config is not honoured under a workflow: every process runs whole passes")
+        raise ValueError(
+            "parallelism_config is not honoured under a workflow: every process runs whole passes; leave it None"
+        )
     loading: Any = args.accelerator_config
     if args.world_size > 1 and (loading.split_batches or loading.dispatch_batches or not loading.even_batches):
         raise ValueError(
@@ -163,7 +169,9 @@ def check_fsdp(args: TurnGRPOConfig) -> None:
 def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled: bool) -> None:
     """Refuse models that cannot be sampled, scored and compared with a frozen reference exactly."""
     if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise ValueError(f"a workflow needs a tokenizer, found {type(processing_class).__name__}")
+        raise ValueError(
+            f"a workflow needs a tokenizer, found {type(processing_class).__name__}: pass processing_class"
+        )
     if processing_class.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token, which ends a turn: set tokenizer.eos_token")
     check_vocabulary(processing_class, model.get_input_embeddings().weight.shape[0])
@@ -203,7 +211,7 @@ def check_names(names: list[str]) -> None:
     """Refuse reward functions of one name, of which metrics, ledger and logs would hold the last alone."""
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise ValueError(f"several reward functions are named {doubled}: set a __name__ of its own for each")
+        raise ValueError(f"several reward functions are named {doubled}: give each a __name__ of its own")
 
 
 def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_names: list[str]) -> None:
@@ -222,7 +230,11 @@ def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_
             stacklevel=5,
         )
     if not turn_names and config.alpha < 1:
-        warnings.warn(f"no turn_reward_funcs: every advantage is alpha={config.alpha} of TRL's", stacklevel=5)
+        warnings.warn(
+            f"no turn_reward_funcs, so every advantage is alpha={config.alpha} times the trajectory's: set alpha=1.0, "
+            "or pass turn_reward_funcs",
+            stacklevel=5,
+        )
 
 
 def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any = None) -> None:
@@ -232,7 +244,10 @@ def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, m
     """
     taken = [column for column in RESERVED_COLUMNS if column in (getattr(dataset, "column_names", None) or ())]
     if taken:
-        raise ValueError(f"the {name} dataset has columns {taken}, whose names reward functions get other things by")
+        raise ValueError(
+            f"the {name} dataset has columns {taken}, names under which reward functions get something else: rename "
+            "them"
+        )
     bound = getattr(workflow, "max_prompt_tokens", None)
     if bound is None or dataset is None or not hasattr(dataset, "__len__"):
         return

@@ -52,7 +52,7 @@ class TurnGRPOConfig(GRPOConfig):
         "scores every row before it, 'off' measures only.",
     )
     behavior_tolerance: float | None = _our(
-        None, "Largest allowed gap of the behavior check; None: 2e-4 in float32 and float64, no limit below."
+        None, "Largest allowed gap of the behavior check; None: 2e-4 in float32 and float64, none in lower precision."
     )
     chunk_size: int = _our(5000, "Tokens per chunk where the corpus holds whole documents. Paper: 5000.")
     max_prompt_length: int = _our(8192, "Longest prompt in tokens; a row that cannot fit is an error. Paper: 8192.")

@@ -50,7 +50,7 @@ def locked(folder: Path, wait: bool) -> Iterator[None]:
         with FileLock(folder / LOCK, timeout=-1 if wait else 0):
             yield
     except Timeout as error:
-        raise BlockingIOError(f"another process holds {folder}") from error
+        raise BlockingIOError(f"another process holds {folder}: wait for it to end") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

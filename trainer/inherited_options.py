@@ -133,7 +133,8 @@ def _batch_faults(config: Any) -> list[str]:
         faults.append(
             f"per_device_train_batch_size * gradient_accumulation_steps = {config.per_device_train_batch_size} * "
             f"{accumulation}{counted} is not a multiple of num_generations={config.num_generations}: an optimizer "
-            "step would split a group (per_device_train_batch_size counts trajectories)"
+            "step would split a group; choose sizes whose product is a multiple (per_device_train_batch_size counts "
+            "trajectories)"
         )
     return faults
 

@@ -471,7 +471,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         if rows % self.num_generations_eval:
             raise ValueError(
                 f"an evaluation batch has {rows} rows, expected a multiple of num_generations_eval="
-                f"{self.num_generations_eval}: set per_device_eval_batch_size to one"
+                f"{self.num_generations_eval}: choose a per_device_eval_batch_size that makes it one"
             )
         assert self._evaluation is not None
         with self.whole_weights(), torch.no_grad():
@@ -519,7 +519,10 @@ class TurnGRPOTrainer(GRPOTrainer):
         self.checkpoints.begin()
         output = super().train(*args, **kwargs)
         if self._run_facts()["reference"] != self.checkpoints.fingerprint["reference"]:
-            raise RuntimeError("the reference policy changed during training: KL had a moving target")
+            raise RuntimeError(
+                "the reference policy changed during training, so KL had a moving target: no callback and no reward "
+                "may write to frozen weights"
+            )
         return output
 
     def check_resume(self, checkpoint: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import load_dataset
-from jobs.memory import memory_parts, memory_table, model_sizes
+from jobs.gpu_memory import memory_parts, memory_table, model_sizes
 from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
 from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus, sample_rows

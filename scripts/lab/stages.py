@@ -1,7 +1,5 @@
 """Stages in processes of their own: each reads only the files it is given, and is on disk whole or not at all."""
 
-import fcntl
-import hashlib
 import json
 import multiprocessing
 import os
@@ -22,6 +20,8 @@ from typing import Any
 from lib.output import write_json
 from rich.console import Console
 
+from turngrpo.trainer.files import digests, locked, sha256
+
 from .config import LabConfig
 
 RECORD = "stage.json"
@@ -40,18 +40,6 @@ class Stage:
     run: Callable[..., None]
     inputs: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of every file under a stage's folder, by relative path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != RECORD)
-    return {str(path.relative_to(folder)): sha256(path) for path in files}
 
 
 class Laboratory:
@@ -86,14 +74,13 @@ class Laboratory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder; ValueError where another process does."""
-        with open(self.root / ".lock", "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(
-                    f"another process is running the laboratory in {self.root}: wait, or choose another --output"
-                ) from error
-            yield
+        try:
+            with locked(self.root, wait=False):
+                yield
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process is running the laboratory in {self.root}: wait, or choose another --output"
+            ) from error
 
     def run(self, stage: Stage) -> None:
         """Run a stage unless it has finished; RuntimeError where it fails."""
@@ -127,7 +114,7 @@ class Laboratory:
             "versions": {name: version(name) for name in PACKAGES},
         }
         peak.unlink()
-        record["outputs"] = digests(partial)
+        record["outputs"] = digests(partial, RECORD)
         write_json(partial / RECORD, record)
         for path in partial.rglob("*"):
             if path.is_file():
@@ -152,7 +139,7 @@ class Laboratory:
         count = 0
         for name, record in self.records().items():
             count += len(record["outputs"])
-            self._compare(record, digests(self.root / name))
+            self._compare(record, digests(self.root / name, RECORD))
         return count
 
     def _checked(self, path: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import memory_estimate
 import pytest
 import torch
-from jobs import memory
+from jobs import gpu_memory
 from peft import LoraConfig
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -16,7 +16,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 def test_sizes_of_qwen_3b():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(Qwen2Config(**memory_estimate.QWEN2_5_3B))
-    sizes = memory.model_sizes(model, LoraConfig(r=16, target_modules=PROJECTIONS))
+    sizes = gpu_memory.model_sizes(model, LoraConfig(r=16, target_modules=PROJECTIONS))
     # Embedding 151936 * 2048; 36 layers of q 2048 * 2048 + 2048, k and v 2048 * 256 + 256, o 2048 * 2048, three of
     # 2048 * 11008, two norms; one norm at the end. Untied it would be 311,164,928 more.
     assert sizes.parameters == 311_164_928 + 36 * (4_196_352 + 2 * 524_544 + 4_194_304 + 67_633_152 + 4_096) + 2_048
@@ -34,19 +34,19 @@ def config(folder, **options):
 
 def test_parts_by_hand(tmp_path):
     # 2 layers, hidden 32, 4 heads of 8, 2 key heads: keys 16 wide; intermediate 64, vocabulary 50.
-    sizes = memory.model_sizes(tiny_model(50))
+    sizes = gpu_memory.model_sizes(tiny_model(50))
     assert (sizes.layers, sizes.hidden, sizes.attention, sizes.keys, sizes.intermediate) == (2, 32, 32, 16, 64)
-    parts = memory.memory_parts(sizes, config(tmp_path), 2)
+    parts = gpu_memory.memory_parts(sizes, config(tmp_path), 2)
     assert list(parts["always"].values()) == [sizes.parameters * 2, sizes.parameters * 12]
     # A token's keys and values: 2 * 16 numbers * 2 layers * 2 bytes = 128; without grouped heads it would be 256.
     assert list(parts["rollout"].values()) == [1000 * 128, 50 * 32 * 4]
     # A layer at work: (5 * 32 + 2 * 32 + 2 * 16 + 4 * 64) * 2 = 1024; inputs of two layers: 2 * 32 * 2 = 128.
     # Reference: 4 * 10 response tokens of 32 * 2 bytes. Head: five tiles of 64 MiB.
     assert list(parts["update"].values()) == [100 * (1024 + 128), 100 * 128 * 2, 40 * 64, 5 * 2**26]
-    kept = memory.memory_parts(sizes, config(tmp_path, gradient_checkpointing=False, beta=0.0), 4)["update"]
+    kept = gpu_memory.memory_parts(sizes, config(tmp_path, gradient_checkpointing=False, beta=0.0), 4)["update"]
     assert list(kept.values())[:3] == [100 * 2 * 2048, 100 * 256 * 2, 0]
     together = {"always": {"a": 5}, "rollout": {"b": 3, "c": 4}, "update": {"d": 6}}
-    assert memory.peak(together) == 12  # all of them at once would be 18
+    assert gpu_memory.peak(together) == 12  # all of them at once would be 18
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 128), (4, 32), (8, 16)])

@@ -18,8 +18,8 @@ from turngrpo.trainer.config import TurnGRPOConfig
 from turngrpo.trainer.evaluation.intervals import (
     RESAMPLES,
     Observations,
-    _percentiles,
     bootstrap_intervals,
+    percentiles,
     row_weights,
 )
 from turngrpo.trainer.forward.policy import Policy, evaluating
@@ -28,6 +28,7 @@ from turngrpo.trainer.measuring.metrics import balanced, rollout_metrics, scored
 from turngrpo.trainer.objective.iteration import ScoredRollout, score_rollout
 from turngrpo.trainer.processes import is_main_process, own_share
 from turngrpo.trainer.reading.rollout import (
+    EVAL_ITERATION,
     Completion,
     Engine,
     Request,
@@ -38,7 +39,6 @@ from turngrpo.trainer.reading.rollout import (
 )
 from turngrpo.trainer.reward_calls import call_rewards, call_turn_rewards, reward_arguments, reward_name
 from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
-from turngrpo.trainer.turn_grpo_trainer import EVAL_ITERATION
 
 THIRDS = ("first third", "middle third", "last third")
 
@@ -84,7 +84,7 @@ def paired_difference(
         part.means(weights)[:, [part.names.index(name) for name in names]]
         for part in (first.observations, second.observations)
     ]
-    intervals = _percentiles(samples[1] - samples[0], names)
+    intervals = percentiles(samples[1] - samples[0], names)
     return {
         name: {"difference": second.metrics[name] - first.metrics[name], "interval": list(intervals[name])}
         for name in intervals

@@ -29,7 +29,8 @@ def row_weights(rows: int, resamples: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=resamples).astype(float)
 
 
-def _percentiles(samples: np.ndarray, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+def percentiles(samples: np.ndarray, names: Sequence[str]) -> dict[str, tuple[float, float]]:
+    """Return the 95% interval of every metric from its resampled means (S, M), balanced accuracy added."""
     columns = dict(zip(names, samples.T, strict=True))
     sides = [columns.get(f"update_accuracy/{side}") for side in ("evidence", "evidence_free")]
     if sides[0] is not None and sides[1] is not None:
@@ -48,4 +49,4 @@ def bootstrap_intervals(
 ) -> dict[str, tuple[float, float]]:
     """Return the 95% percentile interval of every metric's mean, resampling rows with all their members."""
     weights = row_weights(len(observations.sums), resamples, seed)
-    return _percentiles(observations.means(weights), observations.names)
+    return percentiles(observations.means(weights), observations.names)

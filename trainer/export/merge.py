@@ -24,7 +24,9 @@ def merge_version(version: str | os.PathLike[str]) -> Path:
     final = version.with_name(f"{version.name}-merged")
     with collecting(version.parent) as partial:
         if final.exists():
-            raise ValueError(f"{final} is there already: a version is never written again")
+            raise ValueError(
+                f"{final} is there already, and a version is never written again: use it, or export a new one"
+            )
         base = _load_base(manifest["base_model"], manifest["base_revision"])
         merged: Any = PeftModel.from_pretrained(base, str(version))
         _untie_adapted(merged.get_base_model())

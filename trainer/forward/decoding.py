@@ -1,4 +1,4 @@
-"""Decoding on shared prefixes, a token per row and step, and which models can share prefixes at all.
+"""Decoding on shared prefixes, a token per row and step.
 
 decoder, hidden = start_decoding(policy, prefixes, suffixes, clusters, new_tokens)
 hidden = decoder.step(tokens);  decoder.keep(rows)
@@ -138,6 +138,3 @@ def start_decoding(
     lengths = torch.tensor([len(suffix) for suffix in suffixes], device=hidden.device)  # (R,)
     decoder = Decoder(policy, list(map(len, prefixes)), clusters, computed, lengths, room)
     return decoder, hidden[lengths.cumsum(0) - 1]
-
-
-# ---- which models can ----

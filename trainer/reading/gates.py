@@ -1,4 +1,4 @@
-"""The text protocol of the gates: prompt segments in both layouts, and the strict parser of one turn."""
+"""The text protocol of the gates: the blocks of a turn, its writer and its strict parser, prompts in both layouts."""
 
 import re
 from collections.abc import Collection

@@ -68,7 +68,10 @@ def check_fingerprint(saved: dict[str, Any], found: dict[str, Any], checkpoint: 
     lengths = [fault for fault in faults if fault.startswith(LENGTH_FIELDS)]
     faults = [fault for fault in faults if fault not in lengths]
     if saved["processes"] != found["processes"]:
-        faults.append(f"processes: the checkpoint's run had {saved['processes']}, this one has {found['processes']}")
+        faults.append(
+            f"processes: the checkpoint's run had {saved['processes']}, this one has {found['processes']}: start as "
+            "many"
+        )
     for name, meaning in (("corpus", "rows"), ("initial_model", "initial weights"), ("reference", "reference")):
         if saved[name] != found[name]:
             faults.append(f"{name}: other {meaning} (SHA-256 {saved[name]} in the checkpoint, {found[name]} here)")

@@ -79,7 +79,7 @@ class Ledger:
         """Write an iteration's rows before its first update; ValueError for one that is recorded already."""
         if iteration != self.position:
             raise ValueError(
-                f"iteration {iteration} cannot be trained on: {self.folder} has recorded {self.position} iterations: "
+                f"iteration {iteration} cannot be recorded: {self.folder} holds {self.position} iterations, so that "
                 f"{self.position} is next; a rollout is optimised once"
             )
         path = write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))

@@ -109,7 +109,7 @@ class Session:
                 warnings.warn(f"{url}: {problem}; asking again for {self.server.patience:g} seconds", stacklevel=2)
             if now >= deadline:
                 raise ServerError(
-                    f"{url} cannot be reached or fails since {self.server.patience:g} seconds: {problem}"
+                    f"{url} has been out of reach or failing for {self.server.patience:g} seconds: {problem}"
                 )
             await asyncio.sleep(min(FIRST_DELAY * 2**attempt, LONGEST_DELAY, deadline - now))
 
