@@ -21,12 +21,12 @@ from turngrpo.trainer.forward.whole_weights import whole_weights
 STATE_FILE = "turngrpo_state_{rank}.pt"
 # Where a run writes, what it reports and how it is served: none of it reaches a weight, so a resume may change it.
 FREE_FIELDS = (
-    "output_dir run_name report_to project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir "
+    "output_dir run_name report_to project trackio_space_id trackio_bucket_id trackio_static_space_id "
     "logging_strategy logging_first_step logging_steps log_level log_level_replica log_on_each_node disable_tqdm "
     "save_strategy save_steps save_total_limit save_only_model save_on_each_node eval_strategy eval_steps eval_delay "
     "eval_on_start do_eval do_train do_predict load_best_model_at_end metric_for_best_model greater_is_better "
     "per_device_eval_batch_size num_generations_eval eval_temperature eval_top_p eval_seed push_to_hub hub_model_id "
-    "hub_strategy hub_token hub_private_repo hub_always_push hub_revision push_to_hub_token resume_from_checkpoint "
+    "hub_strategy hub_token hub_private_repo hub_always_push hub_revision resume_from_checkpoint "
     "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo dataloader_num_workers "
     "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers rollout_batch_tokens ledger "
     "vllm_base_url vllm_server_base_url vllm_server_timeout vllm_adapter_dir vllm_request_timeout "
