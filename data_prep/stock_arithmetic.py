@@ -48,7 +48,6 @@ FEATURES = Features(
         "use": Value("string"),
     }
 )
-_JSON_SPACE = " \t\n\r"  # str.strip() would take off more, a no-break space among it
 
 Labelled = TypeVar("Labelled", Dataset, DatasetDict)
 
@@ -157,11 +156,12 @@ def score(text: Any, finish_reason: str, problem: Mapping[str, Any], token_ids_v
     """Verify one reply strictly: a dict of valid (bool), value (int or None), reason, expected, reward (1.0 or 0.0).
 
     `text` is the completion decoded with special tokens kept and only the final EOS dropped, `finish_reason` is "eos"
-    or "length", `token_ids_valid` is False when the tokenizer does not know one of the ids. Valid is one JSON object
-    of at most 256 characters, between JSON white space of any length, with the key "final_stock" once, no other key,
-    and an integer 0..300 (-0 is JSON for 0). A valid reply has its answer as `value`, the reason None, and the reward
-    1.0 where value equals expected, else 0.0. Any other has the value None, the reward 0.0 and as reason the first
-    that applies of "undecodable_token", "completion_without_eos", "oversized_or_nontext", "invalid_json_schema".
+    or "length", `token_ids_valid` is False when the tokenizer does not know one of the ids. Valid is a text of at most
+    256 characters, white space counted, that is one JSON object with the key "final_stock" once, no other key, and an
+    integer 0..300 (-0 is JSON for 0), with nothing around it but JSON white space. A valid reply has its answer as
+    `value`, the reason None, and the reward 1.0 where value equals expected, else 0.0. Any other has the value None,
+    the reward 0.0 and as reason the first that applies of "undecodable_token", "completion_without_eos",
+    "oversized_or_nontext", "invalid_json_schema".
     Nothing of the text is executed, and no text raises.
 
     >>> problem = {"initial": 20, "deliveries": [15, 5], "withdrawals": [2, 1]}
@@ -173,10 +173,10 @@ def score(text: Any, finish_reason: str, problem: Mapping[str, Any], token_ids_v
         reason = "undecodable_token"
     elif finish_reason != "eos":
         reason = "completion_without_eos"
-    elif not isinstance(text, str) or len(text.strip(_JSON_SPACE)) > MAX_ANSWER_CHARACTERS:
+    elif not isinstance(text, str) or len(text) > MAX_ANSWER_CHARACTERS:
         reason = "oversized_or_nontext"
     else:
-        value = _answer(text.strip(_JSON_SPACE))
+        value = _answer(text)
         reason = "invalid_json_schema" if value is None else None
     expected = final_stock(problem)
     return {

@@ -246,7 +246,8 @@ def test_a_stage_that_generates_sees_no_label():
         ' \t\r\n{ \n"final_stock"\t:\r 37 } \n\n',
         '{"final\\u005fstock": 37}',  # the same key, escaped
         '{"final_stock": 37' + " " * 237 + "}",  # 256 characters
-        " " * 400 + RIGHT + "\n" * 400,  # white space around is not part of the object
+        " " * 237 + RIGHT,  # 237 + 19 = 256 characters
+        " " * 100 + RIGHT + "\n\t\r" * 45 + "  ",  # 100 + 19 + 135 + 2 = 256
     ],
 )
 def test_right_answers(text):
@@ -351,6 +352,12 @@ def test_everything_else_is_no_answer(text):
     "text",
     [
         '{"final_stock": 37' + " " * 238 + "}",  # 257 characters
+        # White space around the object counts: only the 19 characters of the object themselves would be short enough.
+        " " * 300 + RIGHT,
+        " " * 238 + RIGHT,  # 238 + 19 = 257
+        RIGHT + "\n" * 238,
+        " " * 119 + RIGHT + "\n" * 119,
+        " " * 257,
         '{"final_stock": ' + "9" * 5000 + "}",  # more digits than int() reads
         "[" * 100_000,  # deeper than Python can recurse
         "x" * 257,
@@ -393,9 +400,9 @@ def test_the_expected_answer_comes_from_the_operands():
 
 def is_answer(text):
     """An independent reading of the rule, for text without escapes; -0 aside every number is in plain decimal."""
-    match = re.fullmatch(r'[ \t\n\r]*(\{[ \t\n\r]*"final_stock"[ \t\n\r]*:[ \t\n\r]*(-0|0|[1-9][0-9]*)[ \t\n\r]*\})'
+    match = re.fullmatch(r'[ \t\n\r]*\{[ \t\n\r]*"final_stock"[ \t\n\r]*:[ \t\n\r]*(-0|0|[1-9][0-9]*)[ \t\n\r]*\}'
                          r"[ \t\n\r]*", text)  # fmt: skip
-    return match is not None and len(match[1]) <= 256 and int(match[2][:9]) <= 300
+    return match is not None and len(text) <= 256 and int(match[1][:9]) <= 300
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
