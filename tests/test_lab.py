@@ -37,11 +37,35 @@ from turngrpo.trainer.policy import Policy  # noqa: E402
 
 
 def test_the_schedule_by_hand():
-    # 200 updates: 20 rise by a twentieth each, 180 fall by 0.9/180 = 0.005 each; transformers' would begin at 0.
+    # 200 updates: 20 rise by a twentieth each, number 20 has the peak too, and the 179 steps from it to number 199
+    # fall by 0.9/179 each: number 21 has 0.994972, and numbers 109 and 110, around the middle, 0.552514 and 0.547486.
+    # Wrong: falling from number 19 on gives number 20 0.995, 21 0.99 and 109 0.55; transformers' would begin at 0.
     factors = [learning_rate_factor(update, 200, 0.1, 0.1) for update in range(200)]
-    assert factors[:2] == [0.05, 0.1] and factors[19] == 1.0 == max(factors)
-    assert factors[20] == pytest.approx(0.995) and factors[109] == pytest.approx(0.55)
-    assert factors[199] == pytest.approx(0.1)
+    assert factors[:2] == [0.05, 0.1] and factors[19] == factors[20] == 1.0 == max(factors)
+    assert factors[21] == pytest.approx(0.994972, abs=1e-6)
+    assert factors[109:111] == pytest.approx([0.552514, 0.547486], abs=1e-6)
+    assert factors[199] == pytest.approx(0.1, abs=1e-12)
+    assert (
+        learning_rate_factor(200, 200, 0.1, 0.1) == factors[199]
+    )  # what the scheduler asks for after the last update
+
+
+@pytest.mark.parametrize(
+    ("updates", "warm", "later"),
+    [
+        (48, 4, {4: 1.0, 5: 1 - 0.9 / 43, 47: 0.1}),  # 4.8 is cut to 4; rounded, number 3 would have 0.8
+        (218, 21, {21: 1.0, 22: 1 - 0.9 / 196, 217: 0.1}),  # 21.8 to 21; rounded, number 20 would have 0.9545
+        (40, 4, {4: 1.0, 39: 0.1}),
+        (9, 1, {1: 1.0, 8: 0.1}),  # 0.9 to 0, and one at least
+        (2, 1, {1: 1.0}),
+        (1, 1, {}),
+    ],
+)
+def test_the_warm_up_is_cut_to_whole_updates(updates, warm, later):
+    factors = [learning_rate_factor(update, updates, 0.1, 0.1) for update in range(updates)]
+    assert factors[:warm] == [(update + 1) / warm for update in range(warm)] and factors[warm - 1] == 1.0
+    assert {update: factors[update] for update in later} == pytest.approx(later, abs=1e-12)
+    assert min(factors) > 0
 
 
 def test_the_minimum_preset_is_the_full_experiment():

@@ -30,15 +30,16 @@ GRPO_COLUMNS = {"reward": "reward", "frac_reward_zero_std": "equal rewards", "lo
 def learning_rate_factor(update: int, updates: int, warmup: float, final: float) -> float:
     """Return the learning rate of an update (from 0) over its peak: up to 1 in the warm-up, then linear to `final`.
 
-    The first update moves, the last update of the warm-up has the peak, and the last of all has `final`.
+    (k + 1) / w for k < w = max(1, int(warmup * updates)), then 1 - (1 - final) * min(1, (k - w) / max(1, updates - w
+    - 1)): the first update moves, the last of the warm-up and the one after it have the peak, the last of all `final`.
 
-    >>> [round(learning_rate_factor(k, 20, 0.1, 0.1), 3) for k in (0, 1, 2, 19)]
-    [0.5, 1.0, 0.95, 0.1]
+    >>> [round(learning_rate_factor(k, 20, 0.1, 0.1), 3) for k in (0, 1, 2, 3, 19)]
+    [0.5, 1.0, 1.0, 0.947, 0.1]
     """
-    rising = max(1, round(warmup * updates))
+    rising = max(1, int(warmup * updates))
     if update < rising:
         return (update + 1) / rising
-    return 1 - (1 - final) * (update + 1 - rising) / max(1, updates - rising)
+    return 1 - (1 - final) * min(1, (update - rising) / max(1, updates - rising - 1))
 
 
 def optimizers(model: torch.nn.Module, peak: float, updates: int, config: LabConfig) -> tuple[Any, Any]:
