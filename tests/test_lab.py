@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import run_lab  # noqa: E402
-from lab import data, experiment, stages, testing  # noqa: E402
+from lab import data, experiment, stages, testing, training  # noqa: E402
 from lab.archive import archive_state, unpacked_state  # noqa: E402
 from lab.config import LabConfig  # noqa: E402
 from lab.training import Checkpoints, learning_rate_factor, optimizers  # noqa: E402
@@ -202,6 +202,86 @@ def examples(tmp_path_factory):
     rows[0]["completion"] = [{"role": "assistant", "content": "one much longer answer than all of the others"}]
     data.write_rows(folder / "rows.jsonl", rows, ["id", "prompt", "completion"])
     return folder / "rows.jsonl"
+
+
+def lengths(path, tokenizer):
+    """(prompt, response with EOS) of every row in tokens, made by the tokenizer alone."""
+    return [
+        (
+            len(
+                tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+            ),
+            len(tokenizer(row["completion"][0]["content"], add_special_tokens=False)["input_ids"]) + 1,
+        )
+        for row in data.read_rows(path)
+    ]
+
+
+@pytest.fixture
+def start_of_training(monkeypatch):
+    """`train_sft` with the tiny model up to where training would begin."""
+    loaded = tiny()
+    monkeypatch.setattr(training, "load", lambda path: loaded)
+
+    class Begun(Exception):
+        pass
+
+    def begin(*args, **options):
+        raise Begun
+
+    monkeypatch.setattr(training, "fit", begin)
+
+    def start(folder, examples, validation, **limits):
+        try:
+            training.train_sft(
+                folder, LabConfig(**limits), model=folder, examples=examples, validation=validation, epochs=2
+            )
+        except Begun:
+            return "begun"
+
+    return SimpleNamespace(run=start, tokenizer=loaded[1])
+
+
+def test_prompt_and_response_have_limits_of_their_own(examples, start_of_training, tmp_path):
+    found = lengths(examples, start_of_training.tokenizer)
+    prompt, response = (max(column) for column in zip(*found, strict=True))
+    assert (sum(n == response for _, n in found), response) == (1, found[0][1])  # the fixture's long answer
+    fits = {"max_prompt_length": prompt, "max_completion_length": response}
+    assert start_of_training.run(tmp_path, examples, examples, **fits) == "begun"
+    # One token less for the response: 1 row is over it, however much room the prompts leave in the sum of both.
+    roomy = {"max_prompt_length": prompt + 100, "max_completion_length": response - 1}
+    with pytest.raises(ValueError) as error:
+        start_of_training.run(tmp_path, examples, examples, **roomy)
+    assert str(error.value) == (
+        f"1 examples have a response (EOS included) of more than {response - 1} tokens; none is truncated: raise "
+        f"--max_completion_length\n  {examples}, row 1: {response} tokens"
+    )
+    # And one less for the prompt, whatever room the responses leave; the row is found in the validation rows as well.
+    longest = [n for n, (length, _) in enumerate(found, start=1) if length == prompt]
+    roomy = {"max_prompt_length": prompt - 1, "max_completion_length": response + 100}
+    short = tmp_path / "short.jsonl"
+    rows = [row for n, row in enumerate(data.read_rows(examples), start=1) if n not in longest]
+    data.write_rows(short, rows, ["id", "prompt", "completion"])
+    assert start_of_training.run(tmp_path, short, short, **roomy) == "begun"
+    for imitated, measured in ((examples, short), (short, examples)):
+        with pytest.raises(ValueError, match=f"examples have a prompt of more than {prompt - 1} tokens") as error:
+            start_of_training.run(tmp_path, imitated, measured, **roomy)
+        listed = [f"  {examples}, row {n}: {prompt} tokens" for n in longest]
+        assert str(error.value).splitlines()[1:] == listed and "--max_prompt_length" in str(error.value)
+
+
+def test_up_to_20_rows_over_a_limit_are_named(start_of_training, tmp_path):
+    rows = list(stock_arithmetic.build(0)["train"])[:23]
+    data.write_rows(tmp_path / "rows.jsonl", rows, ["id", "prompt", "completion"])
+    with pytest.raises(ValueError) as error:
+        start_of_training.run(
+            tmp_path, tmp_path / "rows.jsonl", tmp_path / "rows.jsonl", max_prompt_length=2, max_completion_length=1
+        )
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2 * (1 + 20 + 1)  # each part: what is wrong, 20 rows, how many more
+    assert lines[0].startswith("23 examples have a prompt of more than 2") and lines[21] == lines[43] == "  and 3 more"
+    assert lines[22].startswith("23 examples have a response (EOS included) of more than 1")
+    assert lines[20].startswith(f"  {tmp_path / 'rows.jsonl'}, row 20: ")
 
 
 def supervised(folder, examples, stop=None, resume=None, micro=4, plain=False, **options):
