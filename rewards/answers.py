@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from turngrpo.data_prep.corpus_format import describe
+
 if TYPE_CHECKING:  # rewards run without torch and without the trainer
     from turngrpo.trainer.rollout import Trajectory
 
@@ -94,11 +96,17 @@ def _comparable(text: str) -> str:
 def _best(
     score: Callable[[str, str], float], trajectories: list[Trajectory], answers: list[list[str]]
 ) -> list[float | None]:
-    """Return the best score(answer, gold) per trajectory: 0 without an answer, None without a gold answer."""
+    """Return the best score(answer, gold) per trajectory: 0 without an answer, None without a gold answer.
+
+    Raises ValueError for gold answers that are no list of texts: of an object only the names would be compared.
+    """
     rewards: list[float | None] = []
     for trajectory, golds in zip(trajectories, answers, strict=True):
-        if isinstance(golds, str):
-            raise ValueError(f"answers holds the text {golds!r}, expected a list of gold answers: wrap it in a list")
+        if golds is not None and not (isinstance(golds, list | tuple) and all(isinstance(g, str) for g in golds)):
+            raise ValueError(
+                f"answers holds {describe(golds)}, expected a list of gold answers, each a text: wrap a single one in "
+                "a list, write numbers as text, and take the texts out of an object"
+            )
         if not golds:
             rewards.append(None)
         elif trajectory.answer is None:

@@ -181,7 +181,34 @@ def test_scores(answer, golds, exact, f1, contains):
 def test_no_gold_answer_is_not_gradable_and_a_text_is_refused():
     assert score(answer_reward, "Paris") is None
     trajectories = [Trajectory(row={}, group=0, member=0, answer="p")]
-    with pytest.raises(ValueError, match="answers holds the text 'Paris', expected a list"):
+    with pytest.raises(ValueError, match=r"answers holds 'Paris' \(string\), expected a list"):
         answer_reward([None], [None], [None], trajectories=trajectories, answers=["Paris"])  # type: ignore[list-item]
+    assert answer_reward([], [], [], trajectories, answers=[None]) == [None]  # type: ignore[list-item]
+    assert answer_reward([], [], [], trajectories, answers=[("x", "p")]) == [1.0]
     with pytest.raises(ValueError):
         answer_reward([None], [None], [None], trajectories=trajectories, answers=[["a"], ["b"]])
+
+
+@pytest.mark.parametrize("function", [answer_reward, answer_f1, answer_contains])
+@pytest.mark.parametrize(
+    "golds",
+    [
+        {"text": ["Paris"], "answer_start": [3]},  # SQuAD's column: its names were compared, and "text" got 1
+        {},
+        {"Paris"},
+        0,  # passed for no gold answer
+        False,
+        5,
+        [5],
+        [None],
+        [["Paris"]],
+        ["Paris", float("nan")],
+        [b"Paris"],
+        b"",
+    ],
+)
+def test_gold_answers_of_another_type_are_refused(function, golds):
+    for answer in ("text", None):
+        trajectories = [Trajectory(row={}, group=0, member=0, answer=answer)]
+        with pytest.raises(ValueError, match=r"answers holds .* expected a list of gold answers, each a text"):
+            function([None], [None], [None], trajectories=trajectories, answers=[golds])

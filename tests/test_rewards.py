@@ -75,6 +75,23 @@ def test_a2_r_exit_bands():
     assert score(exit_reward, trajectory(*read_two), trajectory(turn(None), last_evidence=2)) == [None, None]
 
 
+@pytest.mark.parametrize("label", ["true", "False", "", math.nan, 2, [True]])
+def test_an_evidence_label_of_another_type_is_refused(label):
+    # Every one of them disagreed with check=True and with check=False alike: -1 for each turn.
+    for check in (True, False, None):
+        with pytest.raises(ValueError, match="the evidence label of step 4 is .*: expected True, False or None"):
+            score(update_reward, trajectory(turn(4, check=check, evidence=label)))
+    as_numbers = trajectory(turn(1, check=True, evidence=1), turn(2, check=True, evidence=0))
+    assert score(update_reward, as_numbers) == [[1.0, -1.0]]
+
+
+@pytest.mark.parametrize("steps", [(math.nan, 3), (3, math.nan), (True, 1), (2.5, 3), (3, "3")])
+def test_a_step_of_another_type_is_refused(steps):
+    # NaN is neither equal nor less: it was late, -0.5; True was step 1.
+    with pytest.raises(ValueError, match="exit_step is .* and last_evidence .*: expected integers"):
+        score(exit_reward, trajectory(exit_step=steps[0], last_evidence=steps[1]))
+
+
 def test_a3_r_format_strict():
     assert score(format_reward, trajectory(), trajectory(parsed=False)) == [1.0, 0.0]
     # The worst parsed trajectory (wrong answer, early exit): 0 - 0.75 + 1 = 0.25, above the 0 of strict format.
