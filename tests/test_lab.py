@@ -92,6 +92,13 @@ def test_the_minimum_preset_is_the_full_experiment():
         (["--grpo_interrupt", "100"], "--grpo_interrupt is 100: expected 1 to grpo_iterations - 1 = 99"),
         (["--exercise_generations", "4"], r"--exercise_generations is \[4\]: expected other sizes than 4"),
         (["--micro_batch_size", "3"], "--micro_batch_size is 3: expected a divisor of batch_size"),
+        (["--micro_batch_size", "0"], "--micro_batch_size is 0: expected 1 or more"),
+        (["--batch_size", "0"], "--batch_size is 0: expected 1 or more"),
+        (["--max_prompt_length", "0"], "--max_prompt_length is 0: expected 1 or more"),
+        (["--warmup", "10"], "--warmup is 10.0: expected a share, 0 to 1"),  # 10 updates were meant: it never peaks
+        (["--final", "nan"], "--final is nan: expected a share, 0 to 1"),
+        (["--grpo_learning_rate", "nan"], "--grpo_learning_rate is nan: expected a positive number"),
+        (["--sft_learning_rate=-2e-5"], "--sft_learning_rate is -2e-05: expected a positive number"),
         (["--sft_epochs", "1"], "stops after one"),
         (["--test_rows", "7"], "--test_rows is 7: expected an even number, 2 to 200"),
     ],
