@@ -7,9 +7,12 @@ from typing import Any, TypeVar
 
 from datasets import Dataset, DatasetDict, Features, List, Value
 
+from .corpus_format import describe, is_integer
+
 ID50, OOD100 = "ID50", "OOD100"
 LARGEST_ID_OPERAND = 50
-LARGEST_OPERAND = {ID50: LARGEST_ID_OPERAND, OOD100: 100}
+MAX_OPERAND = 100
+LARGEST_OPERAND = {ID50: LARGEST_ID_OPERAND, OOD100: MAX_OPERAND}
 WARM_START_ROWS = 128
 PARTS = (("train", ID50, 1000), ("validation", ID50, 200), ("test", ID50, 100), ("test", OOD100, 100))
 
@@ -48,7 +51,6 @@ FEATURES = Features(
         "use": Value("string"),
     }
 )
-_JSON_SPACE = " \t\n\r"  # str.strip() would take off more, a no-break space among it
 
 Labelled = TypeVar("Labelled", Dataset, DatasetDict)
 
@@ -64,7 +66,7 @@ def build(seed: int) -> DatasetDict:
     The numbers come from random.Random, seeded by a string (SHA-512): the same on every machine, whatever
     PYTHONHASHSEED or numpy. Raises ValueError for a seed that is no integer.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
+    if not is_integer(seed):
         raise ValueError(f"seed is {seed!r}: expected an integer")
     generator = random.Random(f"{seed}/stock-arithmetic")
     seen: set[tuple[int, ...]] = set()
@@ -103,38 +105,60 @@ def draw(stratum: str, generator: random.Random) -> dict[str, Any]:
 
 
 def operands(problem: Mapping[str, Any]) -> tuple[int, ...]:
-    """The five numbers of a problem in the order of its statement: initial, deliveries, withdrawals."""
-    return (problem["initial"], *problem["deliveries"], *problem["withdrawals"])
+    """The five numbers of a problem in the order of its statement: initial, deliveries, withdrawals.
+
+    Raises ValueError unless they are what a problem can have: `initial` one integer, `deliveries` and `withdrawals`
+    lists of two, each 0..100 and no boolean, and the running stock never below 0.
+    """
+    if not isinstance(problem, Mapping):
+        raise ValueError(
+            f"problem is {describe(problem)}: expected initial, deliveries and withdrawals, as in `build`"
+        )
+    initial = _operand("initial", problem.get("initial"))
+    deliveries, withdrawals = (_pair(field, problem.get(field)) for field in ("deliveries", "withdrawals"))
+    left = initial + sum(deliveries)
+    for position, withdrawal in enumerate(withdrawals):
+        if withdrawal > left:
+            raise ValueError(
+                f"problem: withdrawals[{position}] is {withdrawal} and {left} are in stock: expected a running stock "
+                "that is never negative; give the problem as `build` made it"
+            )
+        left -= withdrawal
+    return (initial, *deliveries, *withdrawals)
 
 
 def final_stock(problem: Mapping[str, Any]) -> int:
-    """The answer, computed from the operands: initial + deliveries - withdrawals, 0..300.
+    """The answer, computed from the operands: initial + deliveries - withdrawals, 0..300; ValueError as `operands`.
 
     >>> final_stock({"initial": 20, "deliveries": [15, 5], "withdrawals": [2, 1]})
     37
     """
-    return problem["initial"] + sum(problem["deliveries"]) - sum(problem["withdrawals"])
+    initial, first_in, second_in, first_out, second_out = operands(problem)
+    return initial + first_in + second_in - first_out - second_out
 
 
 def canonical(problem: Mapping[str, Any]) -> tuple[int, ...]:
     """The operands with deliveries and withdrawals sorted: equal for problems that differ in their order alone.
 
+    Raises ValueError as `operands`.
+
     >>> canonical({"initial": 20, "deliveries": [15, 5], "withdrawals": [2, 1]})
     (20, 5, 15, 1, 2)
     """
-    return (problem["initial"], *sorted(problem["deliveries"]), *sorted(problem["withdrawals"]))
+    initial, first_in, second_in, first_out, second_out = operands(problem)
+    return (initial, *sorted((first_in, second_in)), *sorted((first_out, second_out)))
 
 
 def statement(problem: Mapping[str, Any], wording: int = 0) -> str:
     """The problem in words, its five operands in digits and no other number; `wording` is 0..WORDINGS - 1.
 
-    Raises ValueError for a wording out of range.
+    Raises ValueError for a wording out of range or no integer, and as `operands`.
 
     >>> statement({"initial": 20, "deliveries": [15, 5], "withdrawals": [2, 1]}, wording=2)
     'Stock list for lamps. Start: 20. Delivered: 15, then 5. Withdrawn: 2, then 1.'
     """
-    if not 0 <= wording < WORDINGS:
-        raise ValueError(f"wording is {wording}: expected 0 to {WORDINGS - 1}")
+    if not is_integer(wording) or not 0 <= wording < WORDINGS:
+        raise ValueError(f"wording is {wording!r}: expected 0 to {WORDINGS - 1}")
     item, template = divmod(wording, len(TEMPLATES))
     return TEMPLATES[template].format(*operands(problem), item=ITEMS[item])
 
@@ -157,28 +181,34 @@ def score(text: Any, finish_reason: str, problem: Mapping[str, Any], token_ids_v
     """Verify one reply strictly: a dict of valid (bool), value (int or None), reason, expected, reward (1.0 or 0.0).
 
     `text` is the completion decoded with special tokens kept and only the final EOS dropped, `finish_reason` is "eos"
-    or "length", `token_ids_valid` is False when the tokenizer does not know one of the ids. Valid is one JSON object
-    of at most 256 characters, between JSON white space of any length, with the key "final_stock" once, no other key,
-    and an integer 0..300 (-0 is JSON for 0). A valid reply has its answer as `value`, the reason None, and the reward
-    1.0 where value equals expected, else 0.0. Any other has the value None, the reward 0.0 and as reason the first
-    that applies of "undecodable_token", "completion_without_eos", "oversized_or_nontext", "invalid_json_schema".
-    Nothing of the text is executed, and no text raises.
+    or "length", `token_ids_valid` is False when the tokenizer does not know one of the ids. Valid is a text of at most
+    256 characters, white space counted, that is one JSON object with the key "final_stock" once, no other key, and an
+    integer 0..300 (-0 is JSON for 0), with nothing around it but JSON white space. A valid reply has its answer as
+    `value`, the reason None, and the reward 1.0 where value equals expected, else 0.0. Any other has the value None,
+    the reward 0.0 and as reason the first that applies of "undecodable_token", "completion_without_eos",
+    "oversized_or_nontext", "invalid_json_schema".
+    Nothing of the text is executed, and no text raises. Raises ValueError for a problem as `operands` does, and for
+    another finish_reason or token_ids_valid than those named: they would pass for a reply that failed.
 
     >>> problem = {"initial": 20, "deliveries": [15, 5], "withdrawals": [2, 1]}
     >>> score('{"final_stock": 36}', "eos", problem)
     {'valid': True, 'value': 36, 'reason': None, 'expected': 37, 'reward': 0.0}
     """
+    expected = final_stock(problem)
+    if not isinstance(token_ids_valid, bool):
+        raise ValueError(f"token_ids_valid is {token_ids_valid!r}: expected True or False")
+    if finish_reason not in ("eos", "length"):
+        raise ValueError(f'finish_reason is {finish_reason!r}: expected "eos" or "length", as a Turn has it')
     value, reason = None, None
     if not token_ids_valid:
         reason = "undecodable_token"
     elif finish_reason != "eos":
         reason = "completion_without_eos"
-    elif not isinstance(text, str) or len(text.strip(_JSON_SPACE)) > MAX_ANSWER_CHARACTERS:
+    elif not isinstance(text, str) or len(text) > MAX_ANSWER_CHARACTERS:
         reason = "oversized_or_nontext"
     else:
-        value = _answer(text.strip(_JSON_SPACE))
+        value = _answer(text)
         reason = "invalid_json_schema" if value is None else None
-    expected = final_stock(problem)
     return {
         "valid": reason is None,
         "value": value,
@@ -186,6 +216,26 @@ def score(text: Any, finish_reason: str, problem: Mapping[str, Any], token_ids_v
         "expected": expected,
         "reward": 1.0 if value == expected else 0.0,
     }
+
+
+def _operand(field: str, number: Any) -> int:
+    """The operand itself; ValueError where it is none."""
+    if not is_integer(number) or not 0 <= number <= MAX_OPERAND:
+        raise ValueError(
+            f"problem: {field} is {describe(number)}: expected an integer from 0 to {MAX_OPERAND}; give the problem "
+            "as `build` made it"
+        )
+    return number
+
+
+def _pair(field: str, numbers: Any) -> tuple[int, int]:
+    """The two operands of deliveries or withdrawals; ValueError where they are no two."""
+    if not isinstance(numbers, list | tuple) or len(numbers) != 2:
+        raise ValueError(
+            f"problem: {field} is {describe(numbers)}: expected a list of two integers; give the problem as `build` "
+            "made it"
+        )
+    return _operand(f"{field}[0]", numbers[0]), _operand(f"{field}[1]", numbers[1])
 
 
 def _answer(text: str) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from turngrpo.data_prep.corpus_format import is_integer
+
 if TYPE_CHECKING:  # rewards run without torch and without the trainer
     from turngrpo.trainer.reading.rollout import Trajectory
 
@@ -19,7 +21,8 @@ def update_reward(
 ) -> list[list[float | None]]:
     """Turn reward: +1 where check agrees with the chunk's evidence label, -1 where it does not or nothing parsed.
 
-    None for a turn that is no chunk turn (the answer) and for a chunk without a label.
+    None for a turn that is no chunk turn (the answer) and for a chunk without a label. Raises ValueError for a label
+    that is neither True nor False: nothing would agree with it.
 
     >>> from turngrpo.trainer.reading.gates import GateDecision
     >>> from turngrpo.trainer.reading.rollout import Trajectory, Turn
@@ -35,6 +38,11 @@ def update_reward(
         for turn in trajectory.turns:
             if turn.step is None or turn.evidence is None:
                 row.append(None)
+            elif turn.evidence not in (True, False):
+                raise ValueError(
+                    f"the evidence label of step {turn.step} is {turn.evidence!r}: expected True, False or None (no "
+                    "label); give the chunks of the row labels of that type"
+                )
             else:
                 row.append(1.0 if turn.decision is not None and turn.decision.check == turn.evidence else -1.0)
         rewards.append(row)
@@ -50,7 +58,8 @@ def exit_reward(
 ) -> list[float | None]:
     """Trajectory reward: 0 where the last chunk read is the last evidence T*, -0.75 before it, -0.5 after it.
 
-    Where no exit step was recorded the last chunk turn counts; None where T* is not known or no chunk was read.
+    Where no exit step was recorded the last chunk turn counts; None where T* is not known or no chunk was read. Raises
+    ValueError for a step that is no integer: NaN would pass for late.
 
     >>> from turngrpo.trainer.reading.rollout import Trajectory
     >>> exit_reward([], [], [], [Trajectory({}, 0, 0, exit_step=step, last_evidence=3) for step in (3, 2, 4)])
@@ -63,6 +72,11 @@ def exit_reward(
             last_read = next((turn.step for turn in reversed(trajectory.turns) if turn.step is not None), None)
         if last_read is None or trajectory.last_evidence is None:
             rewards.append(None)
+        elif not (is_integer(last_read) and is_integer(trajectory.last_evidence)):
+            raise ValueError(
+                f"exit_step is {last_read!r} and last_evidence {trajectory.last_evidence!r}: expected integers, the "
+                "steps from 1, or None; the workflow's state sets them"
+            )
         elif last_read == trajectory.last_evidence:
             rewards.append(0.0)
         else:

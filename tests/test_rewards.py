@@ -74,6 +74,23 @@ def test_a2_r_exit_bands():
     assert score(exit_reward, trajectory(*read_two), trajectory(turn(None), last_evidence=2)) == [None, None]
 
 
+@pytest.mark.parametrize("label", ["true", "False", "", math.nan, 2, [True]])
+def test_an_evidence_label_of_another_type_is_refused(label):
+    # Every one of them disagreed with check=True and with check=False alike: -1 for each turn.
+    for check in (True, False, None):
+        with pytest.raises(ValueError, match="the evidence label of step 4 is .*: expected True, False or None"):
+            score(update_reward, trajectory(turn(4, check=check, evidence=label)))
+    as_numbers = trajectory(turn(1, check=True, evidence=1), turn(2, check=True, evidence=0))
+    assert score(update_reward, as_numbers) == [[1.0, -1.0]]
+
+
+@pytest.mark.parametrize("steps", [(math.nan, 3), (3, math.nan), (True, 1), (2.5, 3), (3, "3")])
+def test_a_step_of_another_type_is_refused(steps):
+    # NaN is neither equal nor less: it was late, -0.5; True was step 1.
+    with pytest.raises(ValueError, match="exit_step is .* and last_evidence .*: expected integers"):
+        score(exit_reward, trajectory(exit_step=steps[0], last_evidence=steps[1]))
+
+
 def test_a3_r_format_strict():
     assert score(format_reward, trajectory(), trajectory(parsed=False)) == [1.0, 0.0]
     # The worst parsed trajectory (wrong answer, early exit): 0 - 0.75 + 1 = 0.25, above the 0 of strict format.
@@ -134,24 +151,32 @@ def test_a5_turn_baseline_at_step_t():
         assert advantages[steps == 0].tolist() == [0.0] * 6  # the answer turns
         return advantages[steps > 0].tolist()
 
-    # Means: group 0 step 1 1/3, step 2 (A, C) 0, step 3 (A alone) 1; group 1 step 1 -1/3, step 2 1/3, step 3 (E) -1.
-    #       A1     A2  A3  B1      C1     C2  D1      D2      E1     E2     E3  F1      F2
-    right = [2 / 3, -1, 0, -4 / 3, 2 / 3, 1, -2 / 3, -4 / 3, 4 / 3, 2 / 3, 0, -2 / 3, 2 / 3]
-    ours = by_chunk_turn(turn_advantages(rewards, groups, steps))
-    assert ours == pytest.approx(right, abs=1e-12)
-    assert ours[2] == ours[10] == 0.0  # a turn that is alone at its step: exactly
+    # Reading 1, the group's own mean at the step: group 0 step 1 1/3, step 2 (A, C) 0, step 3 (A alone) 1; group 1
+    # step 1 -1/3, step 2 1/3, step 3 (E alone) -1.
+    #           A1     A2  A3  B1      C1     C2  D1      D2      E1     E2     E3  F1      F2
+    own_group = [2 / 3, -1, 0, -4 / 3, 2 / 3, 1, -2 / 3, -4 / 3, 4 / 3, 2 / 3, 0, -2 / 3, 2 / 3]
+    # Reading 2, the mean across groups at the same step: step 1 (all six) 0, step 2 (A, C, D, E, F) 1/5, step 3 (A, E)
+    # 0.
+    across_groups = [1, -1.2, 1, -1, 1, 0.8, -1, -1.2, 1, 0.8, -1, -1, 0.8]
+    by_group = by_chunk_turn(turn_advantages(rewards, groups, steps, "group"))
+    by_batch = by_chunk_turn(turn_advantages(rewards, groups, steps, "batch"))
+    assert by_group == pytest.approx(own_group, abs=1e-12)
+    assert by_batch == pytest.approx(across_groups, abs=1e-12)
+    assert by_chunk_turn(turn_advantages(rewards, groups, steps)) == by_group  # the reading by default
+    assert by_group[2] == by_group[10] == 0.0  # a turn that is alone at its step: exactly
 
-    # Wrong 1, all steps pooled: group 0 mean 2/6, group 1 mean -1/7.
+    # Wrong for both, all steps of the whole batch at once: (7 - 6) / 13 = 1/13, so 12/13 for +1 and -14/13 for -1.
+    up, down = 12 / 13, -14 / 13
+    whole_batch = [up, down, up, down, up, up, down, down, up, up, down, down, up]
+    # Wrong, all steps of a group at once: group 0 mean 2/6, group 1 mean -1/7.
     pooled = [2 / 3, -4 / 3, 2 / 3, -4 / 3, 2 / 3, 2 / 3, -6 / 7, -6 / 7, 8 / 7, 8 / 7, -6 / 7, -6 / 7, 8 / 7]
-    # Wrong 2 (as baseline="group"), all groups at the same step: means 0, 1/5, 0.
-    all_groups = [1, -1.2, 1, -1, 1, 0.8, -1, -1.2, 1, 0.8, -1, -1, 0.8]
-    # Wrong 3, rows misaligned once B has left: the k-th row still active is taken for member k of group k // 3. Step 2
+    # Wrong, rows misaligned once B has left: the k-th row still active is taken for member k of group k // 3. Step 2
     # has A C D | E F: means -1/3 and 1; step 3 has A E: mean 0.
     misaligned = [2 / 3, -2 / 3, 1, -4 / 3, 2 / 3, 4 / 3, -2 / 3, -2 / 3, 4 / 3, 0, -1, -2 / 3, 0]
-    for wrong in (pooled, all_groups, misaligned):
-        assert sum(abs(a - b) > 0.1 for a, b in zip(ours, wrong, strict=True)) >= 5
-    # The other reading of the paper, on request.
-    assert by_chunk_turn(turn_advantages(rewards, groups, steps, "batch")) == pytest.approx(all_groups, abs=1e-12)
+    for wrong in (whole_batch, pooled, misaligned):
+        for ours in (by_group, by_batch):
+            assert sum(abs(a - b) > 0.05 for a, b in zip(ours, wrong, strict=True)) >= 5
+    assert sum(abs(a - b) > 0.05 for a, b in zip(by_group, by_batch, strict=True)) == 13  # nor one for the other
 
 
 def test_a6_alpha_mix():

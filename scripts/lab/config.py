@@ -1,5 +1,6 @@
 """The numbers of the laboratory; their defaults are the full experiment (preset minimum)."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +59,15 @@ class LabConfig:
     def __post_init__(self) -> None:
         if self.model == SOURCE_MODEL and self.revision is None:
             self.revision = SOURCE_REVISION
+        for name in (
+            "batch_size micro_batch_size prompts updates_per_rollout draws save_every max_prompt_length "
+            "max_completion_length"
+        ).split():
+            self._require(getattr(self, name) >= 1, name, "1 or more")
+        for name in ("warmup", "final"):
+            self._require(0 <= getattr(self, name) <= 1, name, "a share, 0 to 1")
+        for name in ("sft_learning_rate", "grpo_learning_rate"):
+            self._require(0 < getattr(self, name) < math.inf, name, "a positive number")
         self._require(self.batch_size % self.micro_batch_size == 0, "micro_batch_size", "a divisor of batch_size")
         self._require(1 <= self.sft_rows <= 872, "sft_rows", "1 to 872")
         self._require(1 <= self.validation_rows <= 200, "validation_rows", "1 to 200")
@@ -74,8 +84,6 @@ class LabConfig:
         self._require(min(sizes) >= 2, "exercise_generations", several)
         others = f"sizes that differ from each other and from --generations {self.generations}"
         self._require(len(set(sizes)) == len(sizes), "exercise_generations", others)
-        for name in ("prompts", "updates_per_rollout", "draws", "save_every", "max_completion_length"):
-            self._require(getattr(self, name) >= 1, name, "1 or more")
 
     def _require(self, fits: bool, name: str, expected: str) -> None:
         if not fits:

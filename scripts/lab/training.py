@@ -1,7 +1,7 @@
 """The learning stages: supervised and GRPO branches, run straight, interrupted, or resumed from an archived state."""
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,23 @@ from .stages import clean
 
 STATE, HISTORY, COSTS, ARCHIVE = "state.tar.zst", "history.json", "costs.json", "archive.json"
 SFT_COLUMNS = {"loss": "loss", "eval_nll": "validation NLL"}
+LISTED = 20  # examples in a message
 GRPO_COLUMNS = {"reward": "reward", "frac_reward_zero_std": "equal rewards", "loss": "loss"}
 
 
 def learning_rate_factor(update: int, updates: int, warmup: float, final: float) -> float:
     """Return the learning rate of an update (from 0) over its peak: up to 1 in the warm-up, then linear to `final`.
 
-    The first update moves, the last update of the warm-up has the peak, and the last of all has `final`.
+    (k + 1) / w for k < w = max(1, int(warmup * updates)), then 1 - (1 - final) * min(1, (k - w) / max(1, updates - w
+    - 1)): the first update moves, the last of the warm-up and the one after it have the peak, the last of all `final`.
 
-    >>> [round(learning_rate_factor(k, 20, 0.1, 0.1), 3) for k in (0, 1, 2, 19)]
-    [0.5, 1.0, 0.95, 0.1]
+    >>> [round(learning_rate_factor(k, 20, 0.1, 0.1), 3) for k in (0, 1, 2, 3, 19)]
+    [0.5, 1.0, 1.0, 0.947, 0.1]
     """
-    rising = max(1, round(warmup * updates))
+    rising = max(1, int(warmup * updates))
     if update < rising:
         return (update + 1) / rising
-    return 1 - (1 - final) * (update + 1 - rising) / max(1, updates - rising)
+    return 1 - (1 - final) * min(1, (update - rising) / max(1, updates - rising - 1))
 
 
 def optimizers(model: torch.nn.Module, peak: float, updates: int, config: LabConfig) -> tuple[Any, Any]:
@@ -117,6 +119,26 @@ def finish(folder: Path, trainer: Any, costs: dict[str, float], keep_model: bool
     clean(folder, "runs")
 
 
+def check_parts(examples: Dataset, names: Sequence[str], config: LabConfig) -> None:
+    """Raise ValueError naming up to 20 examples whose prompt, and 20 whose response with EOS, is over its limit."""
+    responses = [sum(mask) for mask in examples["completion_mask"]]
+    prompts = [len(mask) - sum(mask) for mask in examples["completion_mask"]]
+    faults = [
+        *too_long("prompt", prompts, names, "max_prompt_length", config.max_prompt_length),
+        *too_long("response (EOS included)", responses, names, "max_completion_length", config.max_completion_length),
+    ]
+    if faults:
+        raise ValueError("\n".join(faults))
+
+
+def too_long(part: str, lengths: Sequence[int], names: Sequence[str], option: str, limit: int) -> list[str]:
+    """Return a line that says how many are longer than `limit` tokens and a line for each; none where none is."""
+    long = [f"  {name}: {length} tokens" for name, length in zip(names, lengths, strict=True) if length > limit]
+    more = [f"  and {len(long) - LISTED} more"] if len(long) > LISTED else []
+    said = f"{len(long)} examples have a {part} of more than {limit} tokens; none is truncated: raise --{option}"
+    return [said, *long[:LISTED], *more] if long else []
+
+
 def train_sft(
     folder: Path,
     config: LabConfig,
@@ -132,7 +154,9 @@ def train_sft(
     """Imitate the targets of `examples` for some epochs; `validation` is measured after each and chooses nothing."""
     policy, tokenizer = load(model)
     data, names = target_examples(str(examples), tokenizer)
-    held_out, _ = target_examples(str(validation), tokenizer)
+    held_out, held_out_names = target_examples(str(validation), tokenizer)
+    check_parts(data, names, config)
+    check_parts(held_out, held_out_names, config)
     per_epoch = -(-len(data) // config.batch_size)
     updates = per_epoch * epochs
     stop = None if stop_epoch is None else stop_epoch * per_epoch

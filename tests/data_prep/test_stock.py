@@ -3,10 +3,12 @@
 import doctest
 import hashlib
 import json
+import math
 import random
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -214,8 +216,9 @@ def test_wordings_are_many_short_and_independent_of_the_operands(corpora):
     assert len(used) == 96 and min(used.values()) > 96  # 14,000 rows, 146 expected of each
     with pytest.raises(ValueError, match="expected 0 to 95"):
         statement(large, 96)
-    with pytest.raises(ValueError, match="wording is -1"):
-        statement(large, -1)
+    for wording in (-1, True, 1.0, math.nan, "1"):  # True would be wording 1
+        with pytest.raises(ValueError, match=f"wording is {wording!r}: expected 0 to 95"):
+            statement(large, wording)
 
 
 def test_prompt_and_completion_fit_a_chat_of_a_word_tokenizer(corpora):
@@ -246,7 +249,8 @@ def test_a_stage_that_generates_sees_no_label():
         ' \t\r\n{ \n"final_stock"\t:\r 37 } \n\n',
         '{"final\\u005fstock": 37}',  # the same key, escaped
         '{"final_stock": 37' + " " * 237 + "}",  # 256 characters
-        " " * 400 + RIGHT + "\n" * 400,  # white space around is not part of the object
+        " " * 237 + RIGHT,  # 237 + 19 = 256 characters
+        " " * 100 + RIGHT + "\n\t\r" * 45 + "  ",  # 100 + 19 + 135 + 2 = 256
     ],
 )
 def test_right_answers(text):
@@ -351,6 +355,12 @@ def test_everything_else_is_no_answer(text):
     "text",
     [
         '{"final_stock": 37' + " " * 238 + "}",  # 257 characters
+        # White space around the object counts: only the 19 characters of the object themselves would be short enough.
+        " " * 300 + RIGHT,
+        " " * 238 + RIGHT,  # 238 + 19 = 257
+        RIGHT + "\n" * 238,
+        " " * 119 + RIGHT + "\n" * 119,
+        " " * 257,
         '{"final_stock": ' + "9" * 5000 + "}",  # more digits than int() reads
         "[" * 100_000,  # deeper than Python can recurse
         "x" * 257,
@@ -391,11 +401,73 @@ def test_the_expected_answer_comes_from_the_operands():
     assert score(RIGHT, "eos", tampered)["reward"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"initial": True}, r"initial is True \(boolean\): expected an integer from 0 to 100"),  # True + 20 - 3 = 18
+        ({"initial": 20.0}, r"initial is 20.0 \(number\): expected an integer"),  # 37.0 == 37
+        ({"initial": "20"}, r"initial is '20' \(string\)"),
+        ({"initial": math.nan}, r"initial is nan \(number\)"),  # no value equals it: every reply would get 0
+        ({"initial": None}, "initial is null"),
+        ({"initial": -1}, r"initial is -1 \(integer\): expected an integer from 0 to 100"),
+        ({"initial": 101}, r"initial is 101 \(integer\)"),
+        ({"initial": 10**30}, "initial is 1000000000"),
+        ({"initial": np.int8(100)}, r"initial is np.int8\(100\)"),  # int8: 100 + 100 is -56
+        ({"deliveries": [15, False]}, r"deliveries\[1\] is False \(boolean\)"),
+        ({"deliveries": [15.5, 5]}, r"deliveries\[0\] is 15.5 \(number\)"),
+        ({"withdrawals": [2, -1]}, r"withdrawals\[1\] is -1"),  # taking out -1 would put one in
+        ({"withdrawals": [101, 1]}, r"withdrawals\[0\] is 101"),
+        ({"deliveries": [20]}, r"deliveries is \[20\] \(list\): expected a list of two integers"),
+        ({"deliveries": [15, 3, 2]}, r"deliveries is \[15, 3, 2\] \(list\): expected a list of two"),
+        ({"deliveries": 20}, r"deliveries is 20 \(integer\): expected a list of two"),
+        ({"withdrawals": {2: 0, 1: 0}}, r"withdrawals is \{2: 0, 1: 0\} \(object\): expected a list of two"),
+        ({"withdrawals": None}, "withdrawals is null: expected a list of two"),
+        # 20 + 20 = 40: the first takes out more, or the second more than the 10 that the first leaves.
+        ({"withdrawals": [41, 0]}, r"withdrawals\[0\] is 41 and 40 are in stock: expected a running stock"),
+        ({"withdrawals": [30, 11]}, r"withdrawals\[1\] is 11 and 10 are in stock"),
+    ],
+)
+def test_a_structure_that_is_no_problem_is_refused(change, message):
+    problem = PROBLEM | change
+    for use in (
+        final_stock, operands, canonical, statement, stock_arithmetic.target,
+        lambda it: score(RIGHT, "eos", it),
+        lambda it: score(None, "length", it, token_ids_valid=False),  # whatever the reply
+        lambda it: stock_reward([], [], [], [trajectory(RIGHT)], problem=[it]),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^problem: {message}"):
+            use(problem)
+
+
+def test_the_largest_and_the_emptiest_problem_are_problems():
+    assert final_stock({"initial": 100, "deliveries": [100, 100], "withdrawals": [0, 0]}) == 300
+    assert final_stock({"initial": 0, "deliveries": (1, 2), "withdrawals": (3, 0)}) == 0  # all that is there
+    for no_problem in (None, 37, [20, [15, 5], [2, 1]]):
+        with pytest.raises(ValueError, match="^problem is .*: expected initial, deliveries and withdrawals"):
+            score(RIGHT, "eos", no_problem)
+    for name in ("initial", "deliveries", "withdrawals"):
+        with pytest.raises(ValueError, match=f"^problem: {name} is null"):
+            score(RIGHT, "eos", {field: value for field, value in PROBLEM.items() if field != name})
+
+
+@pytest.mark.parametrize("known", [None, 1, 0, "no", "", np.True_])
+def test_whether_the_ids_are_known_is_said_by_a_boolean(known):
+    # None and 0 would pass for False (reward 0), 1 and "no" for True (reward 1).
+    with pytest.raises(ValueError, match="token_ids_valid is .*: expected True or False"):
+        score(RIGHT, "eos", PROBLEM, token_ids_valid=known)
+
+
+@pytest.mark.parametrize("reason", ["stop", "EOS", "", None, True])
+def test_another_finish_reason_is_no_reply_without_eos(reason):
+    with pytest.raises(ValueError, match='finish_reason is .*: expected "eos" or "length"'):
+        score(RIGHT, reason, PROBLEM)
+
+
 def is_answer(text):
     """An independent reading of the rule, for text without escapes; -0 aside every number is in plain decimal."""
-    match = re.fullmatch(r'[ \t\n\r]*(\{[ \t\n\r]*"final_stock"[ \t\n\r]*:[ \t\n\r]*(-0|0|[1-9][0-9]*)[ \t\n\r]*\})'
+    match = re.fullmatch(r'[ \t\n\r]*\{[ \t\n\r]*"final_stock"[ \t\n\r]*:[ \t\n\r]*(-0|0|[1-9][0-9]*)[ \t\n\r]*\}'
                          r"[ \t\n\r]*", text)  # fmt: skip
-    return match is not None and len(match[1]) <= 256 and int(match[2][:9]) <= 300
+    return match is not None and len(text) <= 256 and int(match[1][:9]) <= 300
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import run_lab
 import torch
-from lab import data, experiment, stages, testing
+from lab import data, experiment, stages, testing, training
 from lab.archive import archive_state, unpacked_state
 from lab.config import LabConfig
 from lab.training import Checkpoints, learning_rate_factor, optimizers
@@ -34,11 +34,35 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_schedule_by_hand():
-    # 200 updates: 20 rise by a twentieth each, 180 fall by 0.9/180 = 0.005 each; transformers' would begin at 0.
+    # 200 updates: 20 rise by a twentieth each, number 20 has the peak too, and the 179 steps from it to number 199
+    # fall by 0.9/179 each: number 21 has 0.994972, and numbers 109 and 110, around the middle, 0.552514 and 0.547486.
+    # Wrong: falling from number 19 on gives number 20 0.995, 21 0.99 and 109 0.55; transformers' would begin at 0.
     factors = [learning_rate_factor(update, 200, 0.1, 0.1) for update in range(200)]
-    assert factors[:2] == [0.05, 0.1] and factors[19] == 1.0 == max(factors)
-    assert factors[20] == pytest.approx(0.995) and factors[109] == pytest.approx(0.55)
-    assert factors[199] == pytest.approx(0.1)
+    assert factors[:2] == [0.05, 0.1] and factors[19] == factors[20] == 1.0 == max(factors)
+    assert factors[21] == pytest.approx(0.994972, abs=1e-6)
+    assert factors[109:111] == pytest.approx([0.552514, 0.547486], abs=1e-6)
+    assert factors[199] == pytest.approx(0.1, abs=1e-12)
+    assert (
+        learning_rate_factor(200, 200, 0.1, 0.1) == factors[199]
+    )  # what the scheduler asks for after the last update
+
+
+@pytest.mark.parametrize(
+    ("updates", "warm", "later"),
+    [
+        (48, 4, {4: 1.0, 5: 1 - 0.9 / 43, 47: 0.1}),  # 4.8 is cut to 4; rounded, number 3 would have 0.8
+        (218, 21, {21: 1.0, 22: 1 - 0.9 / 196, 217: 0.1}),  # 21.8 to 21; rounded, number 20 would have 0.9545
+        (40, 4, {4: 1.0, 39: 0.1}),
+        (9, 1, {1: 1.0, 8: 0.1}),  # 0.9 to 0, and one at least
+        (2, 1, {1: 1.0}),
+        (1, 1, {}),
+    ],
+)
+def test_the_warm_up_is_cut_to_whole_updates(updates, warm, later):
+    factors = [learning_rate_factor(update, updates, 0.1, 0.1) for update in range(updates)]
+    assert factors[:warm] == [(update + 1) / warm for update in range(warm)] and factors[warm - 1] == 1.0
+    assert {update: factors[update] for update in later} == pytest.approx(later, abs=1e-12)
+    assert min(factors) > 0
 
 
 def test_the_minimum_preset_is_the_full_experiment():
@@ -65,6 +89,13 @@ def test_the_minimum_preset_is_the_full_experiment():
         (["--grpo_interrupt", "100"], "--grpo_interrupt is 100: expected 1 to grpo_iterations - 1 = 99"),
         (["--exercise_generations", "4"], r"--exercise_generations is \[4\]: expected other sizes than 4"),
         (["--micro_batch_size", "3"], "--micro_batch_size is 3: expected a divisor of batch_size"),
+        (["--micro_batch_size", "0"], "--micro_batch_size is 0: expected 1 or more"),
+        (["--batch_size", "0"], "--batch_size is 0: expected 1 or more"),
+        (["--max_prompt_length", "0"], "--max_prompt_length is 0: expected 1 or more"),
+        (["--warmup", "10"], "--warmup is 10.0: expected a share, 0 to 1"),  # 10 updates were meant: it never peaks
+        (["--final", "nan"], "--final is nan: expected a share, 0 to 1"),
+        (["--grpo_learning_rate", "nan"], "--grpo_learning_rate is nan: expected a positive number"),
+        (["--sft_learning_rate=-2e-5"], "--sft_learning_rate is -2e-05: expected a positive number"),
         (["--sft_epochs", "1"], "stops after one"),
         (["--test_rows", "7"], "--test_rows is 7: expected an even number, 2 to 200"),
     ],
@@ -175,6 +206,86 @@ def examples(tmp_path_factory):
     rows[0]["completion"] = [{"role": "assistant", "content": "one much longer answer than all of the others"}]
     data.write_rows(folder / "rows.jsonl", rows, ["id", "prompt", "completion"])
     return folder / "rows.jsonl"
+
+
+def lengths(path, tokenizer):
+    """(prompt, response with EOS) of every row in tokens, made by the tokenizer alone."""
+    return [
+        (
+            len(
+                tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+            ),
+            len(tokenizer(row["completion"][0]["content"], add_special_tokens=False)["input_ids"]) + 1,
+        )
+        for row in data.read_rows(path)
+    ]
+
+
+@pytest.fixture
+def start_of_training(monkeypatch):
+    """`train_sft` with the tiny model up to where training would begin."""
+    loaded = tiny()
+    monkeypatch.setattr(training, "load", lambda path: loaded)
+
+    class Begun(Exception):
+        pass
+
+    def begin(*args, **options):
+        raise Begun
+
+    monkeypatch.setattr(training, "fit", begin)
+
+    def start(folder, examples, validation, **limits):
+        try:
+            training.train_sft(
+                folder, LabConfig(**limits), model=folder, examples=examples, validation=validation, epochs=2
+            )
+        except Begun:
+            return "begun"
+
+    return SimpleNamespace(run=start, tokenizer=loaded[1])
+
+
+def test_prompt_and_response_have_limits_of_their_own(examples, start_of_training, tmp_path):
+    found = lengths(examples, start_of_training.tokenizer)
+    prompt, response = (max(column) for column in zip(*found, strict=True))
+    assert (sum(n == response for _, n in found), response) == (1, found[0][1])  # the fixture's long answer
+    fits = {"max_prompt_length": prompt, "max_completion_length": response}
+    assert start_of_training.run(tmp_path, examples, examples, **fits) == "begun"
+    # One token less for the response: 1 row is over it, however much room the prompts leave in the sum of both.
+    roomy = {"max_prompt_length": prompt + 100, "max_completion_length": response - 1}
+    with pytest.raises(ValueError) as error:
+        start_of_training.run(tmp_path, examples, examples, **roomy)
+    assert str(error.value) == (
+        f"1 examples have a response (EOS included) of more than {response - 1} tokens; none is truncated: raise "
+        f"--max_completion_length\n  {examples}, row 1: {response} tokens"
+    )
+    # And one less for the prompt, whatever room the responses leave; the row is found in the validation rows as well.
+    longest = [n for n, (length, _) in enumerate(found, start=1) if length == prompt]
+    roomy = {"max_prompt_length": prompt - 1, "max_completion_length": response + 100}
+    short = tmp_path / "short.jsonl"
+    rows = [row for n, row in enumerate(data.read_rows(examples), start=1) if n not in longest]
+    data.write_rows(short, rows, ["id", "prompt", "completion"])
+    assert start_of_training.run(tmp_path, short, short, **roomy) == "begun"
+    for imitated, measured in ((examples, short), (short, examples)):
+        with pytest.raises(ValueError, match=f"examples have a prompt of more than {prompt - 1} tokens") as error:
+            start_of_training.run(tmp_path, imitated, measured, **roomy)
+        listed = [f"  {examples}, row {n}: {prompt} tokens" for n in longest]
+        assert str(error.value).splitlines()[1:] == listed and "--max_prompt_length" in str(error.value)
+
+
+def test_up_to_20_rows_over_a_limit_are_named(start_of_training, tmp_path):
+    rows = list(stock_arithmetic.build(0)["train"])[:23]
+    data.write_rows(tmp_path / "rows.jsonl", rows, ["id", "prompt", "completion"])
+    with pytest.raises(ValueError) as error:
+        start_of_training.run(
+            tmp_path, tmp_path / "rows.jsonl", tmp_path / "rows.jsonl", max_prompt_length=2, max_completion_length=1
+        )
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2 * (1 + 20 + 1)  # each part: what is wrong, 20 rows, how many more
+    assert lines[0].startswith("23 examples have a prompt of more than 2") and lines[21] == lines[43] == "  and 3 more"
+    assert lines[22].startswith("23 examples have a response (EOS included) of more than 1")
+    assert lines[20].startswith(f"  {tmp_path / 'rows.jsonl'}, row 20: ")
 
 
 def supervised(folder, examples, stop=None, resume=None, micro=4, plain=False, **options):
