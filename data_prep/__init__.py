@@ -4,7 +4,7 @@ from . import stock_arithmetic
 from .chunking import chunk_document
 from .code_corpus import build_code_corpus
 from .corpus import CorpusError, corpus_digest, corpus_facts, load_corpus, read_manifest, write_corpus
-from .gold import gold_turns
+from .gold import gold_thought, gold_turns
 from .memagent import convert_memagent
 from .needle import build_needle_corpus
 from .splits import split_by_project
@@ -19,6 +19,7 @@ __all__ = [
     "convert_memagent",
     "corpus_digest",
     "corpus_facts",
+    "gold_thought",
     "gold_turns",
     "load_corpus",
     "read_manifest",

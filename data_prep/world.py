@@ -9,6 +9,7 @@ sentence named, and nothing overrides it later: a reader who has kept those sees
 import random
 import re
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 PEOPLE = tuple(
@@ -167,7 +168,8 @@ def tell_story(
     return Story(question.text, solved[0], marked)
 
 
-def supporting_sentences(question: str, texts: Sequence[str]) -> list[list[str]] | None:
+@lru_cache(maxsize=8)  # asked for every chunk of a row in turn
+def supporting_sentences(question: str, texts: tuple[str, ...]) -> tuple[tuple[str, ...], ...] | None:
     """The sentences of every text of a story, in order, that the answer needs; None where `question` is no story's."""
     match = _QUESTION.fullmatch(question)
     if match is None:
@@ -184,10 +186,8 @@ def supporting_sentences(question: str, texts: Sequence[str]) -> list[list[str]]
     solved = world.answer(Question(kind, one.removeprefix("the "), other))
     if solved is None:
         return None
-    kept: list[list[str]] = [[] for _ in texts]
-    for number in sorted(solved[1]):
-        kept[found[number][0]].append(found[number][1])
-    return kept
+    kept = [found[number] for number in sorted(solved[1])]
+    return tuple(tuple(sentence for place, sentence, _ in kept if place == chunk) for chunk in range(len(texts)))
 
 
 def read_events(text: str) -> Iterator[tuple[re.Match[str], Event]]:

@@ -222,11 +222,11 @@ def test_supporting_sentences_of_a_row_and_of_another_kind_of_row(rows):
     for row in rows:
         facts = told(row)
         _, used = solve(row["question"], [fact[1:] for fact in facts])
-        found = supporting_sentences(row["question"], [chunk["text"] for chunk in row["chunks"]])
-        expected = [[facts[n][1] for n in sorted(used) if facts[n][0] == chunk] for chunk in range(1, 10)]
-        assert found == expected
-    assert supporting_sentences("what is the code of lamp ?", ["the code of lamp is 12 ."]) is None
-    assert supporting_sentences("Where is Ulrike at the end?", ["Tancred went to the jetty."]) is None
+        found = supporting_sentences(row["question"], tuple(chunk["text"] for chunk in row["chunks"]))
+        needed = [facts[number] for number in sorted(used)]
+        assert found == tuple(tuple(fact[1] for fact in needed if fact[0] == chunk) for chunk in range(1, 10))
+    assert supporting_sentences("what is the code of lamp ?", ("the code of lamp is 12 .",)) is None
+    assert supporting_sentences("Where is Ulrike at the end?", ("Tancred went to the jetty.",)) is None
     (event,) = [event for _, event in read_events("x. Old Tancred had the urn brought to Ulrike. y")]
     assert event == Event("send", "urn", "Ulrike", "Tancred")
 
