@@ -5,13 +5,14 @@ import json
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, List, Value
 
 from .chunking import check_cutting, chunk_document
-from .corpus_format import CorpusCheck, CorpusError, numbered_lines
+from .corpus_format import CorpusCheck, CorpusError, numbered_lines, shortened
 from .splits import DEFAULT_VALIDATION_FRACTION, check_fraction, split_by_project
 
 __all__ = ["CorpusError", "corpus_digest", "corpus_facts", "load_corpus", "read_manifest", "write_corpus"]
@@ -49,9 +50,7 @@ def load_corpus(
         check_cutting(tokenizer, chunk_size)
     missing = [name for name, given in (("tokenizer", tokenizer), ("chunk_size", chunk_size)) if given is None]
     check = CorpusCheck(os.fspath(path), f"no {' and no '.join(missing)}" if missing else "")
-    with open(path, "rb") as lines:
-        rows = [row for number, raw in numbered_lines(lines) if (row := check.feed(number, raw)) is not None]
-    check.finish()
+    rows = list(_checked_rows(path, check))
     _warn_of_weak_agreement(check.path, check.manifest)
     for row in rows:
         if "document" in row:
@@ -75,11 +74,14 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def corpus_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What an export says of a sound corpus file: its manifest, SHA-256, and numbers of rows and projects."""
-    with open(path, "rb") as lines:
-        projects = [json.loads(line)["project"] for number, line in numbered_lines(lines) if number > 1]
+    """What an export says of a corpus file: its manifest, SHA-256, and numbers of rows and projects.
+
+    Raises CorpusError where load_corpus would.
+    """
+    check = CorpusCheck(os.fspath(path))
+    projects = [row.get("project") for row in _checked_rows(path, check)]
     counts = {"rows": len(projects), "projects": len(set(projects))}
-    return read_manifest(path) | {"digest": corpus_digest(path)} | counts
+    return check.manifest | {"digest": corpus_digest(path)} | counts
 
 
 def corpus_digest(path: str | os.PathLike[str]) -> str:
@@ -106,7 +108,8 @@ def write_corpus(
     check = CorpusCheck(os.fspath(path))
     try:
         with open(temporary, "xb") as file:
-            for number, raw in enumerate(_lines(manifest, rows), start=1):
+            for number, value in enumerate(chain([manifest], rows), start=1):
+                raw = _line(check, number, value)
                 check.feed(number, raw)
                 file.write(raw + b"\n")
             check.finish()
@@ -118,17 +121,30 @@ def write_corpus(
         temporary.unlink(missing_ok=True)
 
 
+def _checked_rows(path: str | os.PathLike[str], check: CorpusCheck) -> Iterator[dict[str, Any]]:
+    """The rows of a file as it is read; raises CorpusError at its end when anything was wrong."""
+    with open(path, "rb") as lines:
+        for number, raw in numbered_lines(lines):
+            if (row := check.feed(number, raw)) is not None:
+                yield row
+    check.finish()
+
+
 def _refuse_existing(target: Path, overwrite: bool) -> None:
     if os.path.lexists(target) and not overwrite:
         raise FileExistsError(f"{target} exists: expected a new name, or overwrite=True to replace it")
 
 
-def _lines(manifest: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> Iterator[bytes]:
-    for value in (manifest, *rows):
-        try:
-            yield json.dumps(dict(value), ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:  # a lone surrogate: as an escape, so that the check can name its field
-            yield json.dumps(dict(value), ensure_ascii=True).encode("utf-8")
+def _line(check: CorpusCheck, number: int, value: Mapping[str, Any]) -> bytes:
+    """One line of a corpus file; raises CorpusError for a number or a nesting that JSON cannot write."""
+    try:
+        return json.dumps(dict(value), ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:  # a lone surrogate: as an escape, so that the check can name its field
+        return json.dumps(dict(value), ensure_ascii=True).encode("utf-8")
+    except (ValueError, RecursionError) as error:  # an integer of thousands of digits, a circle
+        check.add(number, "(line)", f"a value that JSON cannot write ({error})", "one JSON object")
+        check.raise_if_faulty()
+        raise
 
 
 def _dataset(rows: Iterable[Mapping[str, Any]]) -> Dataset:
@@ -142,7 +158,7 @@ def _warn_of_weak_agreement(path: str, manifest: Mapping[str, Any]) -> None:
         return
     if kappa < LOW_KAPPA or items < FEW_KAPPA_ITEMS:
         warnings.warn(
-            f"{path}: the {manifest['label_source']} labels agree with kappa {kappa} on {items} items, expected "
+            f"{path}: the {manifest['label_source']} labels agree with kappa {kappa} on {shortened(str(items))} items, expected "
             f"{LOW_KAPPA} on {FEW_KAPPA_ITEMS} or more: the policy may learn the labeller; "
             "label again, or measure more items",
             stacklevel=3,

@@ -1,8 +1,9 @@
 """What a corpus file may hold: every check of the manifest and of the rows, with faults collected and not thrown."""
 
 import json
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 FORMAT = "turngrpo-corpus/1"
@@ -10,7 +11,8 @@ LABEL_SOURCES = ("human", "model", "computed")
 MANIFEST_FIELDS = ("format", "name", "created", "label_source", "kappa", "kappa_items", "license")
 ROW_FIELDS = ("id", "project", "question", "answers")  # and chunks, or document with evidence_spans
 LISTED_FAULTS = 20
-SHOWN_CHARACTERS = 60  # of a wrong value in a message
+SHOWN_CHARACTERS = 60  # of a wrong value, or of a name from the file, in a message
+JSON_SPACE = b" \t\r\n"  # JSON's white space and no other: bytes.strip() would take \x0b and \x0c too
 
 
 class Fault(NamedTuple):
@@ -42,20 +44,66 @@ class CorpusError(ValueError):
 class NotJson(str):
     """A number literal that Python reads and JSON does not have: NaN, Infinity, -Infinity."""
 
+    fault = "which is not JSON"
+
     def __repr__(self) -> str:
-        return str(self)
+        return shortened(self)
+
+
+class TooLarge(NotJson):
+    """A number literal that no float can hold, 1e999, which Python would read as infinity."""
+
+    fault = "which is too large for a number"
+
+
+class BadJson(ValueError):
+    """Text that is no JSON; the message is what was found, `expected` what should have been there."""
+
+    def __init__(self, found: str, expected: str = "one JSON object") -> None:
+        super().__init__(found)
+        self.expected = expected
+
+
+def shortened(text: str) -> str:
+    """The text for a message: its first 60 characters, then an ellipsis where it is longer."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+
+
+def shown_name(name: str) -> str:
+    """A field's name as it stands in a message: control characters escaped, shortened."""
+    return shortened(repr(name)[1:-1])
 
 
 def describe(value: Any) -> str:
     """The value, shortened, with its JSON type."""
     if isinstance(value, NotJson):
-        return f"{value}, which is not JSON"
+        return f"{value!r}, {value.fault}"
     names = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "list"}
     name = names.get(type(value), "object")
-    shown = repr(value)
-    if len(shown) > SHOWN_CHARACTERS:
-        shown = shown[:SHOWN_CHARACTERS] + "..."
-    return "null" if value is None else f"{shown} ({name})"
+    return "null" if value is None else f"{shortened(repr(value))} ({name})"
+
+
+def parse_json(raw: bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] = dict) -> Any:
+    """The JSON value of UTF-8 text, with NotJson where a number is none of JSON or too large; raises BadJson."""
+    try:
+        return json.loads(
+            raw.decode("utf-8"), object_pairs_hook=object_pairs_hook, parse_constant=NotJson, parse_float=_number
+        )
+    except UnicodeDecodeError as error:
+        found = f"byte 0x{raw[error.start]:02x} at byte {error.start + 1}"
+        raise BadJson(found, "valid UTF-8") from error
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise BadJson(f"bad JSON at {line}column {error.colno} ({error.msg})") from error
+    except RecursionError as error:
+        raise BadJson("JSON nested too deeply") from error
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadJson(f"bad JSON ({error})") from error
+
+
+def _number(literal: str) -> float | TooLarge:
+    value = float(literal)
+    return value if math.isfinite(value) else TooLarge(literal)
 
 
 def is_integer(value: Any) -> bool:
@@ -102,6 +150,8 @@ class CorpusCheck:
             self.add(1, "format", "no manifest", f'a first line that is a manifest with "format": "{FORMAT}"')
         if value is not None:
             self._check_row(line, value)
+        else:
+            self.rows_without_project += 1
         return value
 
     def finish(self) -> None:
@@ -110,19 +160,19 @@ class CorpusCheck:
             found = "no rows" if self.lines else "an empty file"
             self.add(None, "(rows)", found, "a manifest line, then one line per row")
         if len(self.projects) == 1 and self.rows_without_project == 0:
-            found = f"the single project {next(iter(self.projects))!r}"
+            found = f"the single project {shortened(repr(next(iter(self.projects))))}"
             self.add(None, "project", found, "at least two projects (train and validation are split by project)")
         self.raise_if_faulty()
 
     def _parse(self, line: int, raw: bytes) -> dict[str, Any] | None:
         """The JSON object of one line, or None with a fault noted."""
-        if not raw.strip():
+        raw = raw.strip(JSON_SPACE)  # a line end would move the column of an error to the next line
+        if not raw:
             self.add(line, "(line)", "a blank line", "a JSON object")
             return None
         if raw.startswith(b"\xef\xbb\xbf"):
             self.add(line, "(line)", "a byte order mark", "UTF-8 without one")
             raw = raw[3:]
-        raw = raw.rstrip()  # a line end would move the column of an error to the next line
         duplicates: list[str] = []
 
         def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -130,21 +180,12 @@ class CorpusCheck:
             return dict(pairs)
 
         try:
-            value = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=NotJson)
-        except UnicodeDecodeError as error:
-            self.add(line, "(line)", f"byte 0x{raw[error.start]:02x} at byte {error.start + 1}", "valid UTF-8")
-            return None
-        except json.JSONDecodeError as error:
-            self.add(line, "(line)", f"bad JSON at column {error.colno} ({error.msg})", "one JSON object")
-            return None
-        except RecursionError:
-            self.add(line, "(line)", "JSON nested too deeply", "one JSON object")
-            return None
-        except ValueError as error:  # an integer of thousands of digits
-            self.add(line, "(line)", f"bad JSON ({error})", "one JSON object")
+            value = parse_json(raw, unique_keys)
+        except BadJson as error:
+            self.add(line, "(line)", str(error), error.expected)
             return None
         for key in duplicates:
-            self.add(line, repr(key)[1:-1], "the same key twice in one object", "each key once")
+            self.add(line, shown_name(key), "the same key twice in one object", "each key once")
         if not isinstance(value, dict):
             self.add(line, "(line)", describe(value), "a JSON object")
             return None
@@ -243,7 +284,7 @@ class CorpusCheck:
         names = tuple(allowed)
         for field in value:
             if field not in names:
-                self.add(line, prefix + repr(field)[1:-1], "an unknown field", "only " + ", ".join(names))
+                self.add(line, prefix + shown_name(field), "an unknown field", "only " + ", ".join(names))
 
     def _check_text(self, line: int, field: str, value: Any, blank_allowed: bool = False) -> bool:
         """True for a string with text in it that UTF-8 can write; a fault is noted otherwise."""
@@ -267,10 +308,14 @@ class CorpusCheck:
 
 
 def numbered_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Line numbers from 1 with the lines; blank lines at the end of the file are left out."""
+    """Line numbers from 1 with the lines of JSON Lines, blank ones at the end of the file left out.
+
+    `lines` end with a newline, as those of a file opened in binary mode do, and a carriage return may stand before it.
+    Nothing else ends a line, as it would for str.splitlines; a line of JSON's white space alone is blank.
+    """
     blank: list[int] = []
     for number, raw in enumerate(lines, start=1):
-        if not raw.strip():
+        if not raw.strip(JSON_SPACE):
             blank.append(number)
             continue
         yield from ((earlier, b"") for earlier in blank)

@@ -2,7 +2,6 @@
 
 import hashlib
 import html
-import json
 import os
 import re
 import unicodedata
@@ -15,10 +14,12 @@ from typing import Any, Literal
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .corpus_format import FORMAT
+from .corpus_format import FORMAT, JSON_SPACE, BadJson, describe, numbered_lines, parse_json, shortened
 
 COLUMNS = ["prompt", "context", "reward_model", "extra_info"]
 ROWS_AT_ONCE = 64
+FACTS = '[[title, sentence], ...] or {"title": [title, ...], ...} with titles that are strings'
+SHOWN_TITLES = 3  # of those that no document has, in a message
 
 
 def convert_memagent(
@@ -59,11 +60,12 @@ def convert_memagent(
     for number, record in enumerate(_records(file)):
         if progress is not None:
             progress(number, total)
+        place = f"{os.fspath(parquet_path)}, row {number}"
         try:
-            rows.append(_convert(number, record, titles_of, buckets))
+            rows.append(_convert(number, place, record, titles_of, buckets))
         except Unjoined as reason:
             if unjoined == "error":
-                raise ValueError(f"{os.fspath(parquet_path)}, row {number}: {reason}") from reason
+                raise ValueError(f"{place}: {reason}") from reason
             counted[f"skipped/{reason.kind}"] += 1
     if progress is not None:
         progress(total, total)
@@ -89,28 +91,49 @@ class Unjoined(Exception):
 
 
 def read_supporting_titles(path: str | os.PathLike[str]) -> dict[str, set[str] | None]:
-    """Supporting titles by question, both normalised; None where one question has two different sets."""
-    with open(path, encoding="utf-8") as file:
-        try:
-            first = file.read(1)
-            file.seek(0)
-            records = json.load(file) if first == "[" else [json.loads(line) for line in file if line.strip()]
-        except ValueError as error:  # bad JSON, or no UTF-8
-            raise ValueError(f"{os.fspath(path)}: {error}; expected HotpotQA as JSON or JSON Lines") from error
+    """Supporting titles by question, both normalised; None where one question has two different sets.
+
+    Raises ValueError naming file, record or line, field and what was expected.
+    """
     titles_of: dict[str, set[str] | None] = {}
-    for number, record in enumerate(records, start=1):
-        try:
-            facts = record["supporting_facts"]
-            names = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts]
-            question, titles = _plain(record["question"]), {_plain(name) for name in names}
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(
-                f"{os.fspath(path)}, record {number}: expected question and supporting_facts with titles ({error!r})"
-            ) from error
+    for place, record in _fact_records(path):
+        _expect(isinstance(record, dict), place, "(record)", record, "an object")
+        asked, facts = record.get("question"), record.get("supporting_facts")
+        _expect(type(asked) is str, place, "question", asked, "a string")  # a NotJson is a string to isinstance
+        names: Any = facts.get("title") if isinstance(facts, dict) else None
+        if isinstance(facts, list):
+            names = [fact[0] if isinstance(fact, list) and fact else None for fact in facts]
+        sound = isinstance(names, list) and all(type(name) is str for name in names)
+        _expect(sound, place, "supporting_facts", facts, FACTS)
+        question, titles = _plain(asked), {_plain(name) for name in names}
         known = titles_of.setdefault(question, titles)
         if known != titles:
             titles_of[question] = None
     return titles_of
+
+
+def _fact_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
+    """Every record of a JSON list, or of JSON Lines, with the place to name when it is faulty."""
+    name = os.fspath(path)
+    with open(path, "rb") as file:
+        first = next((raw.lstrip(JSON_SPACE)[:1] for raw in file if raw.strip(JSON_SPACE)), b"")
+        file.seek(0)
+        place = name
+        try:
+            if first == b"[":
+                for number, record in enumerate(parse_json(file.read()), start=1):
+                    yield f"{name}, record {number}", record
+                return
+            for number, raw in numbered_lines(file):
+                place = f"{name}, line {number}"
+                yield place, parse_json(raw.strip(JSON_SPACE))
+        except BadJson as error:
+            raise ValueError(f"{place}: found {error}; expected HotpotQA as JSON or JSON Lines") from error
+
+
+def _expect(sound: bool, place: str, field: str, found: Any, expected: str) -> None:
+    if not sound:
+        raise ValueError(f"{place}, field {field}: found {describe(found)}; expected {expected}")
 
 
 def documents(context: str) -> Iterator[tuple[str, int, int]]:
@@ -133,21 +156,21 @@ def _records(file: pq.ParquetFile) -> Iterator[dict[str, Any]]:
 
 
 def _convert(
-    number: int, record: dict[str, Any], titles_of: dict[str, set[str] | None], buckets: int
+    number: int, place: str, record: dict[str, Any], titles_of: dict[str, set[str] | None], buckets: int
 ) -> dict[str, Any]:
-    question = (record["extra_info"] or {}).get("question") or record["prompt"][-1]["content"]
+    question, context, golds = _columns(place, record)
     if _plain(question) not in titles_of:
-        raise Unjoined("question", f"the question {question!r} is not among the supporting facts")
+        raise Unjoined("question", f"the question {shortened(repr(question))} is not among the supporting facts")
     wanted = titles_of[_plain(question)]
     if not wanted:
-        raise Unjoined("ambiguous", f"the supporting facts of {question!r} name no titles, or two different sets")
-    context = record["context"]
+        name = shortened(repr(question))
+        raise Unjoined("ambiguous", f"the supporting facts of {name} name no titles, or two different sets")
     found = [(_plain(title), start, end) for title, start, end in documents(context)]
     missing = wanted - {title for title, _, _ in found}
     if missing:
-        raise Unjoined("title", f"no document is headed {', '.join(map(repr, sorted(missing)))}")
-    golds = record["reward_model"]["ground_truth"]
-    answers = [answer for answer in ([golds] if isinstance(golds, str) else golds or []) if answer.strip()]
+        named = ", ".join(shortened(repr(title)) for title in sorted(missing)[:SHOWN_TITLES])
+        raise Unjoined("title", f"no document is headed {named}{', ...' if len(missing) > SHOWN_TITLES else ''}")
+    answers = [answer for answer in golds if answer.strip()]
     if not answers:
         raise Unjoined("answer", "ground_truth holds no answer")
     return {
@@ -158,6 +181,23 @@ def _convert(
         "document": context,
         "evidence_spans": [[start, end] for title, start, end in found if title in wanted],
     }
+
+
+def _columns(place: str, record: dict[str, Any]) -> tuple[str, str, list[str]]:
+    """Question, context and gold answers of one row; raises ValueError naming the column of another type."""
+    extra, prompt, model = record["extra_info"], record["prompt"], record["reward_model"]
+    question = extra.get("question") if isinstance(extra, dict) else None
+    if not question:
+        last = prompt[-1] if isinstance(prompt, list) and prompt else None
+        question = last.get("content") if isinstance(last, dict) else None
+        _expect(isinstance(question, str), place, "prompt", prompt, 'a list that ends with {"content": the question}')
+    _expect(isinstance(question, str), place, "extra_info.question", question, "a string")
+    _expect(isinstance(record["context"], str), place, "context", record["context"], "a string")
+    golds = model.get("ground_truth") if isinstance(model, dict) else model
+    golds = [golds] if isinstance(golds, str) else [] if golds is None else golds
+    sound = isinstance(golds, list) and all(isinstance(gold, str) for gold in golds)
+    _expect(sound, place, "reward_model.ground_truth", golds, "a string or a list of strings")
+    return str(question), record["context"], golds
 
 
 def _bucket(title: str, buckets: int) -> int:

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Iterable
 
+from .corpus_format import shortened
+
 DEFAULT_VALIDATION_FRACTION = 0.1
 
 
@@ -33,7 +35,7 @@ def split_by_project(
     check_fraction(validation_fraction)
     positions = {project: project_position(project, seed) for project in projects}
     if len(positions) < 2:
-        found = repr(next(iter(positions))) if positions else "none"
+        found = shortened(repr(next(iter(positions)))) if positions else "none"
         raise ValueError(f"found {len(positions)} project ({found}): a split by project needs at least two")
     validation = {project for project, position in positions.items() if position < validation_fraction}
     if not validation:

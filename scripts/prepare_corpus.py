@@ -3,6 +3,7 @@
     python scripts/prepare_corpus.py code --source DIR [DIR ...] --output code.jsonl
     python scripts/prepare_corpus.py needle --output needle.jsonl --kind multi_key --shared_keys
     python scripts/prepare_corpus.py needle --output long.jsonl --words 100000 --words_per_chunk 500
+    python scripts/prepare_corpus.py world --source DOCS [DOCS ...] --output world.jsonl --hops 1 2 3
     python scripts/prepare_corpus.py memagent --input train.parquet --supporting_facts hotpot.json --output mem.jsonl
 
 The file begins with a manifest line; `turngrpo.data_prep.load_corpus` reads it. An existing file is replaced only
@@ -21,15 +22,23 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from turngrpo.data_prep import build_code_corpus, build_needle_corpus, convert_memagent, write_corpus
+from turngrpo.data_prep import (
+    build_code_corpus,
+    build_needle_corpus,
+    build_world_corpus,
+    convert_memagent,
+    write_corpus,
+)
 from turngrpo.data_prep.needle import KINDS
+from turngrpo.data_prep.world import KINDS as KINDS_BY_HOPS
+from turngrpo.data_prep.world_corpus import EVIDENCE_PLACES
 
 Corpus = tuple[dict[str, Any], list[dict[str, Any]]]
 TABLE_PROJECTS = 20
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the three commands; defaults are those of the functions they call."""
+    """The options of the four commands; defaults are those of the functions they call."""
     shown = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -59,6 +68,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     needle.add_argument("--shared_keys", action="store_true", help="the same words in every project")
     needle.add_argument("--seed", type=int, default=0)
 
+    world = commands.add_parser("world", parents=[common], formatter_class=shown, help="a small world told in prose")
+    world.add_argument("--source", nargs="+", required=True, help="folders of documentation, a subfolder per project")
+    world.add_argument("--rows_per_project", type=int, default=18)
+    world.add_argument("--chunks", type=int, default=9, help="chunks of a row")
+    world.add_argument("--chunk_size", type=int, default=200, help="words of a chunk; tokens with --tokenizer")
+    world.add_argument("--hops", nargs="+", type=int, choices=tuple(KINDS_BY_HOPS), default=[1, 2, 3])
+    world.add_argument("--evidence_places", nargs="+", choices=EVIDENCE_PLACES, default=list(EVIDENCE_PLACES))
+    world.add_argument("--facts_per_chunk", type=int, default=3, help="sentences of the world in every chunk")
+    world.add_argument("--license", default="the licenses of the source texts", help="stated in the manifest")
+    world.add_argument("--seed", type=int, default=0)
+
     memagent = commands.add_parser("memagent", parents=[common], formatter_class=shown, help="MemAgent's parquet")
     memagent.add_argument("--input", required=True, help="the parquet file")
     memagent.add_argument("--supporting_facts", required=True, help="HotpotQA, JSON or JSON Lines")
@@ -67,7 +87,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_corpus(options: argparse.Namespace, counts: Counter[str], progress: Callable[[int, int], None]) -> Corpus:
+def make_corpus(
+    options: argparse.Namespace, tokenizer: Any, counts: Counter[str], progress: Callable[[int, int], None]
+) -> Corpus:
     """Call the maker that the command names with the options of that command."""
     left_out = ("command", "output", "overwrite", "tokenizer")
     given = {name: value for name, value in vars(options).items() if name not in left_out}
@@ -75,6 +97,8 @@ def make_corpus(options: argparse.Namespace, counts: Counter[str], progress: Cal
         return build_code_corpus(given.pop("source"), **given, counts=counts, progress=progress)
     if options.command == "needle":
         return build_needle_corpus(**given, progress=progress)
+    if options.command == "world":
+        return build_world_corpus(given.pop("source"), **given, tokenizer=tokenizer, counts=counts, progress=progress)
     paths = given.pop("input"), given.pop("supporting_facts")
     return convert_memagent(*paths, **given, counts=counts, progress=progress)
 
@@ -138,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             def show(done: int, total: int) -> None:
                 bar.update(task, completed=done, total=total)
 
-            manifest, rows = make_corpus(options, counts, show)
+            manifest, rows = make_corpus(options, tokenizer, counts, show)
         write_corpus(options.output, manifest, rows, overwrite=options.overwrite)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_chunking import TOKENIZER
 
-from turngrpo.data_prep import CorpusError, corpus_digest, load_corpus, read_manifest, write_corpus
+from turngrpo.data_prep import CorpusError, corpus_digest, corpus_facts, load_corpus, read_manifest, write_corpus
 
 MANIFEST = {
     "format": "turngrpo-corpus/1",
@@ -223,6 +223,106 @@ def test_line_ends(tmp_path):
     assert load_corpus(path)["train"]["question"][:] == ["a\u2028b"]
     path.write_bytes(b"\xef\xbb\xbf" + raw)
     assert [fault.found for fault in faults(path).faults] == ["a byte order mark"]
+
+
+READERS = [load_corpus, read_manifest, corpus_facts]
+ENDS = [b"\x0b", b"\x0c", b"\x1c", b"\x1d", b"\x1e", "\x85".encode(), "\u2028".encode(), "\u2029".encode(), b"\r"]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_only_a_newline_ends_a_line_for_every_reader(tmp_path, end):
+    good, other, path = json.dumps(row("a")).encode(), row("d", "delta"), tmp_path / "c.jsonl"
+
+    def found_by(reader, *lines, manifest=MANIFEST):
+        with pytest.raises(CorpusError) as caught:
+            reader(save(path, *lines, manifest=manifest))
+        return [(fault.line, fault.found) for fault in caught.value.faults]
+
+    # One line with two objects, not two lines; a carriage return between them is white space of JSON.
+    second = len(good) + (2 if end == b"\r" else 1)
+    middle = [(2, f"bad JSON at column {second} (Extra data)")]
+    for reader in (load_corpus, corpus_facts):
+        assert found_by(reader, good + end + json.dumps(row("b")).encode(), other) == middle
+        if end != b"\r":  # which may stand before \n
+            assert found_by(reader, good + end, other) == middle
+            assert found_by(reader, good, other, end, row("b")) == [(4, "bad JSON at column 1 (Expecting value)")]
+    if end != b"\r":
+        manifest = json.dumps(MANIFEST).encode() + end
+        expected = (1, f"bad JSON at column {len(manifest) - len(end) + 1} (Extra data)")
+        assert all(found_by(reader, row("a"), other, manifest=manifest)[0] == expected for reader in READERS)
+
+
+def test_line_separators_inside_a_string_are_text_for_every_reader(tmp_path):
+    text, path = "a\x85b\u2028c\u2029d", tmp_path / "c.jsonl"
+    write_corpus(path, MANIFEST, [row("a", question=text), row("d", "delta")])
+    assert text.encode() in path.read_bytes()  # as they are, not as escapes
+    assert load_corpus(path)["train"]["question"][:] == [text]
+    assert corpus_facts(path) == MANIFEST | {"digest": corpus_digest(path), "rows": 2, "projects": 2}
+    # A raw control character is none of JSON inside a string either; escaped it is text.
+    line = json.dumps(row("a", question="a\x0bb\x0cc")).encode()
+    assert load_corpus(save(path, line, row("d", "delta")))["train"]["question"][:] == ["a\x0bb\x0cc"]
+    raw = line.replace(b"\\u000b", b"\x0b")
+    column = raw.index(b"\x0b") + 1
+    assert faults(save(path, raw, row("d", "delta"))).faults[0].found == (
+        f"bad JSON at column {column} (Invalid control character at)"
+    )
+
+
+LONG = "k" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "found"),
+    [
+        (row("x", **{LONG: 1}), "k" * 60 + "...", "an unknown field"),
+        (row("x", chunks=[{"text": "t", "evidence": True, LONG: 1}]), "chunks[0]." + "k" * 60 + "...", "an unknown f"),
+        (
+            json.dumps(row("x")).encode()[:-1] + f', "m": {{"{LONG}": 1, "{LONG}": 2}}}}'.encode(),
+            "k" * 60 + "...",
+            "the",
+        ),
+        (row("x", **{"\ud800\x1b[0m": 1}), "\\ud800\\x1b[0m", "an unknown field"),
+        (row(LONG), "id", "'" + "k" * 59 + "... (string), which line 2 has too"),
+        (row("x", question=[LONG]), "question", "['" + "k" * 58 + "... (list)"),
+        (json.dumps(row("x")).replace('"x"', "1e999", 1).encode(), "id", "1e999, which is too large for a number"),
+        (
+            json.dumps(row("x")).replace('"x"', "-1" + "0" * 9000 + ".5", 1).encode(),
+            "id",
+            "-1" + "0" * 58 + "..., which is",
+        ),
+        (json.dumps(row("x")).replace('"x"', "9" * 4000, 1).encode(), "id", "9" * 60 + "... (integer)"),
+        (b'{"id": ' + b"[" * 900 + b"]" * 900 + b"}", "id", "[" * 60 + "... (list)"),
+    ],
+)
+def test_what_a_file_holds_is_shown_in_short(tmp_path, line, field, found):
+    error = faults(save(tmp_path / "c.jsonl", row(LONG), line, row("d", "delta")))
+    assert any(fault.line == 3 and fault.field == field and fault.found.startswith(found) for fault in error.faults)
+    assert len(str(error)) < 2_000 + 20 * len(str(tmp_path))
+    error = faults(save(tmp_path / "c.jsonl", row("a", LONG), row("b", LONG)))
+    assert error.faults[0].found == "the single project '" + "k" * 59 + "..."
+
+
+def test_numbers_beyond_a_float_and_long_ones_in_the_manifest(tmp_path):
+    path, rows = tmp_path / "c.jsonl", (row("a"), row("d", "delta"))
+    manifest = json.dumps(MANIFEST | {"kappa": 0.5}).replace("0.5", "1e999").encode()
+    assert faults(save(path, *rows, manifest=manifest)).faults[0].found == "1e999, which is too large for a number"
+    judged = MANIFEST | {"label_source": "human", "kappa": 0.5, "kappa_items": 10**4000}
+    with pytest.warns(UserWarning, match=r"kappa 0\.5 on 10{59}\.\.\. items"):
+        load_corpus(save(path, *rows, manifest=judged))
+
+
+def test_what_json_cannot_write_is_a_fault_of_its_line(tmp_path):
+    circle: list = []
+    circle.append(circle)
+    deep = 1
+    for _ in range(100_000):
+        deep = [deep]
+    for value in (10**5000, circle, deep):
+        with pytest.raises(
+            CorpusError, match=r"c\.jsonl, line 3, field \(line\): found a value that JSON cannot write"
+        ):
+            write_corpus(tmp_path / "c.jsonl", MANIFEST, [row("a"), row("d", "delta", answers=value)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_deep_nesting_is_a_fault_and_not_a_crash(tmp_path):

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from turngrpo.data_prep import convert_memagent, load_corpus, write_corpus
-from turngrpo.data_prep.memagent import documents
+from turngrpo.data_prep.memagent import documents, read_supporting_titles
 
 CONTEXT = (
     "Document 1:\nBonn\nA city.\n\nIt lies on a river.\n\nDocument 2:\nR&D\nWork.\n\nDocument 3:\nOslo\nAnother city."
@@ -41,6 +41,86 @@ def test_documents_end_where_the_next_begins_and_may_hold_blank_lines():
     nested = "Document 0:\nA\nsee\n\nDocument 5:\nno heading\n\nDocument 1:\nB\ntext\n"
     assert [title for title, *_ in documents(nested)] == ["A", "B"]
     assert list(documents("no document")) == []
+
+
+GOOD_FACTS = json.dumps({"question": QUESTION, "supporting_facts": [["Bonn", 0]]}).encode()
+
+
+def test_facts_on_lines_follow_the_rule_of_json_lines(tmp_path):
+    path = tmp_path / "facts.jsonl"
+    other = json.dumps({"question": "a\u2028b\x85c?", "supporting_facts": [["Oslo", 0]]}, ensure_ascii=False).encode()
+    # Only \n ends a line, a \r may stand before it, and blank lines at the end count for nothing.
+    path.write_bytes(GOOD_FACTS + b"\r\n" + other + b" \n\n \t\n")
+    titles = read_supporting_titles(path)
+    assert titles == {QUESTION: {"Bonn"}, "a b c?": {"Oslo"}}
+    for mark in (b"\x0b", b"\x0c", b"\x1c", b"\x1e", "\x85".encode(), "\u2028".encode(), "\u2029".encode(), b"\r"):
+        path.write_bytes(other + b"\n" + GOOD_FACTS + mark + GOOD_FACTS + b"\n")
+        with pytest.raises(ValueError, match=r"facts\.jsonl, line 2: found bad JSON at column \d+ \(Extra data\)"):
+            read_supporting_titles(path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (GOOD_FACTS + b"\n" + b"[" * 100_000, r"line 2: found JSON nested too deeply; expected HotpotQA"),
+        (b"[" * 100_000, r"facts: found JSON nested too deeply; expected HotpotQA"),
+        (b"1" * 5_000, r"line 1: found bad JSON \(Exceeds the limit"),
+        (b"[3]", r"record 1, field \(record\): found 3 \(integer\); expected an object"),
+        (b'{"question": 1e999}', r"line 1, field question: found 1e999, which is too large for a number; expected a"),
+        (
+            b'{"question": ["' + b"q" * 100_000 + b'"]}',
+            r"field question: found \['q{58}\.\.\. \(list\); expected a str",
+        ),
+        # A string has a first character too: "Bonn" is not the title "B".
+        (b'{"question": "q", "supporting_facts": ["Bonn"]}', r"supporting_facts: found \['Bonn'\] \(list\); expected"),
+        (
+            b'{"question": "q", "supporting_facts": [[7, 0]]}',
+            r"supporting_facts: found \[\[7, 0\]\] \(list\); expected",
+        ),
+        (
+            b'{"question": "q", "supporting_facts": {"title": "Bonn"}}',
+            r"found \{'title': 'Bonn'\} \(object\); expected",
+        ),
+        (b'{"question": "q", "supporting_facts": [[]]}', r"found \[\[\]\] \(list\); expected"),
+    ],
+)
+def test_faulty_facts_are_named_and_shown_in_short(tmp_path, raw, message):
+    (tmp_path / "facts").write_bytes(raw)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_supporting_titles(tmp_path / "facts")
+    assert len(str(caught.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context": None}, "row 0, field context: found null; expected a string"),
+        (
+            {"extra_info": None, "prompt": []},
+            r"row 0, field prompt: found \[\] \(list\); expected a list that ends with",
+        ),
+        ({"extra_info": {"question": 3}}, r"row 0, field extra_info.question: found 3 \(integer\); expected a string"),
+        ({"reward_model": {"ground_truth": [None]}}, r"ground_truth: found \[None\] \(list\); expected a string or"),
+        ({"reward_model": {"ground_truth": 3}}, r"ground_truth: found 3 \(integer\); expected a string or"),
+    ],
+)
+def test_columns_of_another_type_are_named(tmp_path, changes, message):
+    paths = save(tmp_path, [record() | changes], [{"question": QUESTION, "supporting_facts": [["Bonn", 0]]}])
+    with pytest.raises(ValueError, match=message):
+        convert_memagent(*paths)
+
+
+def test_long_questions_and_titles_are_shown_in_short(tmp_path):
+    facts = [{"question": QUESTION, "supporting_facts": [[f"{number}" + "t" * 9_000, 0] for number in range(9)]}]
+    paths = save(tmp_path, [record(), record("q" * 9_000 + "?")], facts)
+    for kept, message in (
+        (0, "no document is headed '0t{58}..., '1t{58}..., '2t{58}..., ..."),
+        (1, "the question 'q{59}..."),
+    ):
+        pq.write_table(pa.Table.from_pylist([[record(), record("q" * 9_000 + "?")][kept]]), paths[0])
+        with pytest.raises(ValueError, match=message.replace("...", r"\.\.\.")) as caught:
+            convert_memagent(*paths, unjoined="error")
+        assert len(str(caught.value)) < 400 + len(str(tmp_path))
 
 
 @pytest.mark.parametrize("lines", [False, True])
@@ -94,7 +174,7 @@ def test_rows_that_do_not_join_are_counted_or_refused(tmp_path):
 
 def test_files_of_another_form_are_refused(tmp_path):
     parquet, facts = save(tmp_path, [record()], [{"question": QUESTION}])
-    with pytest.raises(ValueError, match="record 1: expected question and supporting_facts"):
+    with pytest.raises(ValueError, match="record 1, field supporting_facts: found null; expected"):
         convert_memagent(parquet, facts)
     pq.write_table(pa.table({"prompt": ["x"]}), parquet)
     (tmp_path / "facts.json").write_text("[]")
@@ -106,7 +186,7 @@ def test_files_of_another_form_are_refused(tmp_path):
 
 def test_files_that_are_swapped_are_named(tmp_path):
     parquet, facts = save(tmp_path, [record()], [{"question": QUESTION, "supporting_facts": [["Bonn", 0]]}])
-    with pytest.raises(ValueError, match=r"in\.parquet: .* expected HotpotQA as JSON"):
+    with pytest.raises(ValueError, match=r"in\.parquet, line 1: found byte 0x.. at .* expected HotpotQA as JSON"):
         convert_memagent(parquet, parquet)
     with pytest.raises(ValueError, match=r"facts\.json is no parquet file"):
         convert_memagent(facts, facts)

@@ -1,5 +1,8 @@
 """The strict format of a turn and of an answer: every way to keep it and every way to break it."""
 
+import random
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,6 +157,151 @@ def test_any_jumble_is_refused_or_consistent(text):
     assert parse_turn(text, "length") is None
     if decision is not None:
         assert ("yes" in text) >= decision.check and ("end" in text) >= decision.exit
+
+
+TAGS = [f"<{slash}{name}>" for name in ("think", "check", "update", "next") for slash in ("", "/")]
+
+
+def reference_turn(text, control_tokens=()):
+    """The format as section 2 of the specification words it, block after block, by partition and comparison alone."""
+    blocks, rest = {}, text.strip()
+    for name in ("think", "check", "update", "next"):
+        if name == "think" and not rest.startswith("<think>"):
+            continue
+        before, opened, rest = rest.partition(f"<{name}>")
+        blocks[name], closed, rest = rest.partition(f"</{name}>")
+        if before.strip() or not opened or not closed:
+            return None
+    free = [blocks.get("think", ""), blocks["update"]]
+    if rest.strip() or any(mark in part for part in free for mark in [*TAGS, *control_tokens]):
+        return None
+    if any(holds_control_token(part) for part in free):
+        return None
+    check, candidate, go = (blocks[name].strip() for name in ("check", "update", "next"))
+    if check not in ("yes", "no") or go not in ("continue", "end") or (check, candidate) == ("yes", ""):
+        return None
+    return GateDecision(check == "yes", candidate, go == "end")
+
+
+def holds_control_token(text):
+    """True for any <|name|> whose name has no white space and none of |, <, >."""
+    names = [part.split("|>")[0] for part in text.split("<|")[1:] if "|>" in part]
+    return any(not any(letter.isspace() or letter in "|<>" for letter in name) for name in names)
+
+
+def reference_answer(text, control_tokens=()):
+    """The shortest balanced text after the one opening, every pair of backslash and character counting for nothing."""
+    parts = text.split("\\boxed{")
+    if len(parts) != 2 or holds_control_token(text) or any(token in text for token in control_tokens):
+        return None
+    inside, left = "", parts[1]
+    while left:
+        piece, left = (left[:2], left[2:]) if left[0] == "\\" else (left[0], left[1:])
+        if piece == "}" and inside.count("{") - inside.count("\\{") == inside.count("}") - inside.count("\\}"):
+            return (inside.replace("\0", "\\\\")).strip()
+        inside += "\0" if piece == "\\\\" else piece
+    return None
+
+
+ODD = [
+    "\x0b",
+    "\x1c",
+    "\x85",
+    "\u2028",
+    "\xa0",
+    "\ufeff",
+    "<|x y|>",
+    "<||>",
+    "<|a",
+    "|>",
+    "<|a<|b|>",
+    "<think",
+    "Yes",
+    "é",
+]
+
+
+def mutated(generator, pieces):
+    """`pieces` as one text after none to three changes: a piece left out, doubled, exchanged, put in, or a cut."""
+    pieces = list(pieces)
+    for _ in range(generator.choice([0, 1, 1, 1, 2, 3])):
+        at, other = generator.randrange(len(pieces)), generator.randrange(len(pieces))
+        change = generator.randrange(5)
+        if change == 0:
+            pieces[at] = ""
+        elif change == 1:
+            pieces[at] *= 2
+        elif change == 2:
+            pieces[at], pieces[other] = pieces[other], pieces[at]
+        elif change == 3:
+            pieces.insert(at, generator.choice([*PIECES, *ODD]))
+        elif pieces[at]:
+            cut = generator.randrange(len(pieces[at]))
+            pieces[at] = pieces[at][:cut] + generator.choice(["", *ODD]) + pieces[at][cut + 1 :]
+    return "".join(pieces)
+
+
+def drawn_turn(generator):
+    """The pieces of a turn in the format, but for what its free texts hold."""
+    free = ["", " ", "a b", "memory\n", *ODD]
+    space = ["", "", "\n", " \t", "\x0b", "\u2028"]
+    think = ["<think>", generator.choice(free), "</think>"] if generator.random() < 0.5 else []
+    pieces = [*think, "<check>", generator.choice(["yes", "no"]), "</check>", "<update>", generator.choice(free)]
+    pieces += ["</update>", "<next>", generator.choice(["continue", "end"]), "</next>"]
+    return [part for piece in pieces for part in (generator.choice(space), piece)]
+
+
+def test_turns_are_those_of_an_independent_reader():
+    generator, accepted = random.Random(7), 0
+    for _ in range(6_000):
+        text = mutated(generator, drawn_turn(generator))
+        tokens = generator.choice([(), ("a b",), ("[END]", "é")])
+        decision = parse_turn(text, "eos", tokens)
+        assert decision == reference_turn(text, tokens), text
+        accepted += decision is not None
+    assert 1_500 < accepted < 4_500  # neither side of the format is rare among the texts
+
+
+def test_answers_are_those_of_an_independent_reader():
+    generator, accepted = random.Random(8), 0
+    inner = ["a", "{", "}", "\\{", "\\}", "\\", "\\\\", "\\text{b}", " ", "\n", "<|im_end|>", "\\boxed{", ""]
+    for _ in range(6_000):
+        middle = [generator.choice(inner) for _ in range(generator.randrange(5))]
+        text = mutated(generator, ["so ", "\\boxed{", *middle, "}", " done"])
+        answer = parse_answer(text, "eos")
+        assert answer == reference_answer(text), text
+        accepted += answer is not None
+    assert 1_500 < accepted < 4_500
+
+
+HOSTILE = {
+    "blocks that may end anywhere": lambda n: "<think>" + "</think><check>yes</check><update>" * n,
+    "updates that may end anywhere": lambda n: "<check>yes</check><update>" + "</update><next>end</next>" * n + "x",
+    "all blocks again and again": lambda n: GOOD * n,
+    "white space": lambda n: "<check>yes</check>" + " \n" * n + "x",
+    "white space in a gate": lambda n: "<check>yes" + " " * n + "x</check>",
+    "tags cut off": lambda n: "<think>" + "</thin" * n,
+    "control tokens cut off": lambda n: blocks(update="<|a" * n),
+    "one long control token": lambda n: blocks(update="<|" + "a" * n),
+    "boxes": lambda n: "\\boxed{" * n,
+    "braces": lambda n: "\\boxed{" + "{}" * n,
+    "backslashes": lambda n: "\\boxed{" + "\\" * n,
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_eight_times_the_text_takes_no_more_than_eight_times_the_time(name):
+    def seconds(n):
+        """The shortest of three readings, at least the millisecond below which a clock says little."""
+        text, spent = HOSTILE[name](n), []
+        for _ in range(3):
+            start = time.process_time()
+            parse_turn(text, "eos", ("[END]",)), parse_answer(text, "eos", ("[END]",))
+            spent.append(time.process_time() - start)
+        return max(min(spent), 1e-3)
+
+    # Linear: 8 times as long. Backtracking over two open ends: 8^2 = 64 times (measured: 0.06 s, then 4.1 s).
+    assert seconds(4_000) / seconds(500) < 24
 
 
 @pytest.mark.parametrize(

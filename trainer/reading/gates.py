@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import islice
 
 INITIAL_MEMORY = "No memory yet."
 
@@ -10,13 +11,8 @@ INITIAL_MEMORY = "No memory yet."
 _CONTROL = re.compile(r"<\|[^|<>\s]*\|>")
 BLOCKS = ("think", "check", "update", "next")  # of a chunk turn, in their order
 _TAG = re.compile(rf"</?(?:{'|'.join(BLOCKS)})>")
-_TURN = re.compile(
-    r"\s*(?:<think>(?P<think>.*?)</think>\s*)?"
-    r"<check>\s*(?P<check>yes|no)\s*</check>\s*"
-    r"<update>(?P<update>.*?)</update>\s*"
-    r"<next>\s*(?P<next>continue|end)\s*</next>\s*",
-    re.DOTALL,
-)
+_EVERY_TAG = tuple(f"<{slash}{name}>" for name in BLOCKS for slash in ("", "/"))  # of a turn, in order
+_TAGS_OF_A_TURN = {_EVERY_TAG, _EVERY_TAG[2:]}  # with a think block, and without
 _BOXED = "\\boxed{"
 
 GATED_INSTRUCTION = """\
@@ -55,16 +51,28 @@ def parse_turn(text: str, finish_reason: str, control_tokens: Collection[str] = 
     between them, no tag or control token (`<|...|>`, or one of `control_tokens`) stands inside think or update, and
     check=yes needs a candidate.
     """
-    match = _TURN.fullmatch(text) if finish_reason == "eos" else None
-    if match is None:
+    blocks = _blocks(text) if finish_reason == "eos" else None
+    if blocks is None or not all(_clean(blocks.get(name, ""), control_tokens) for name in ("think", "update")):
         return None
-    free_text = f"{match['think'] or ''}\n{match['update']}"
-    if _TAG.search(free_text) or not _clean(free_text, control_tokens):
+    check, candidate, go = (blocks[name].strip() for name in ("check", "update", "next"))
+    if check not in ("yes", "no") or go not in ("continue", "end") or (check == "yes" and not candidate):
         return None
-    check, candidate = match["check"] == "yes", match["update"].strip()
-    if check and not candidate:
+    return GateDecision(check=check == "yes", candidate=candidate, exit=go == "end")
+
+
+def _blocks(text: str) -> dict[str, str] | None:
+    """The text inside every block, or None unless the tags are those of a turn with white space between the blocks.
+
+    One pass from tag to tag that stops at the first tag too many: no text is read twice, however it is made.
+    """
+    tags = list(islice(_TAG.finditer(text), len(_EVERY_TAG) + 1))
+    if tuple(tag[0] for tag in tags) not in _TAGS_OF_A_TURN:
         return None
-    return GateDecision(check=check, candidate=candidate, exit=match["next"] == "end")
+    edges = [0, *(edge for tag in tags for edge in tag.span()), len(text)]
+    pieces = [text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    if any(piece.strip() for piece in pieces[::2]):
+        return None
+    return {tag[0][1:-1]: piece for tag, piece in zip(tags[::2], pieces[1::2], strict=True)}
 
 
 def parse_answer(text: str, finish_reason: str, control_tokens: Collection[str] = ()) -> str | None:
