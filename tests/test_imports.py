@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 # A module imports only from what stands before it: rooms from top to bottom, and in a room from left to right.
 ORDER = """
     trainer             files awaiting processes
-    data_prep           chunking splits corpus_format corpus code_facts code_corpus memagent needle gold
-    data_prep           stock_arithmetic __init__
+    data_prep           chunking corpus_format splits corpus code_facts code_corpus memagent needle world gold
+    data_prep           world_corpus stock_arithmetic __init__
     trainer/reading     __init__ gates chat_format rollout workflows
     rewards             answers gates stock __init__
     trainer/objective   __init__ advantages losses fused_head exact_kl iteration

@@ -18,7 +18,7 @@ from turngrpo.data_prep import (
     gold_turns,
 )
 from turngrpo.data_prep.gold import relevant_text
-from turngrpo.trainer.gates import parse_turn
+from turngrpo.trainer.reading.gates import parse_turn
 
 
 def row_of(question, answers, *chunks):
