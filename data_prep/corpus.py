@@ -158,8 +158,8 @@ def _warn_of_weak_agreement(path: str, manifest: Mapping[str, Any]) -> None:
         return
     if kappa < LOW_KAPPA or items < FEW_KAPPA_ITEMS:
         warnings.warn(
-            f"{path}: the {manifest['label_source']} labels agree with kappa {kappa} on {shortened(str(items))} items, "
-            f"expected {LOW_KAPPA} on {FEW_KAPPA_ITEMS} or more: the policy may learn the labeller; "
+            f"{path}: the {manifest['label_source']} labels agree with kappa {kappa} on {shortened(str(items))} "
+            f"items, expected {LOW_KAPPA} on {FEW_KAPPA_ITEMS} or more: the policy may learn the labeller; "
             "label again, or measure more items",
             stacklevel=3,
         )
