@@ -330,7 +330,7 @@ def test_the_trained_adapter_is_the_one_that_reference_and_export_take():
 def test_reward_functions_of_one_name_are_refused(config):
     config.alpha = 1.0
     check_rewards(config, SingleTurn(), ["a", "b"], ["c"])
-    with pytest.raises(ValueError, match=r"several reward functions are named \['a'\]: set a __name__"):
+    with pytest.raises(ValueError, match=r"several reward functions are named \['a'\]: give each a __name__"):
         check_rewards(config, SingleTurn(), ["a", "a", "b"], ["c"])
     with pytest.raises(ValueError, match=r"are named \['b'\]"):
         check_rewards(config, SingleTurn(), ["a", "b"], ["b"])

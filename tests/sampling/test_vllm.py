@@ -224,7 +224,7 @@ def test_a_server_killed_in_mid_iteration_and_the_resume(model, tmp_path):
             return collected(*arguments, **named)
 
         trainer._roll_out = roll_out
-        with pytest.raises(ServerError, match="cannot be reached or fails since 5 seconds"):
+        with pytest.raises(ServerError, match="has been out of reach or failing for 5 seconds"):
             trainer.train()
         assert time.monotonic() - workflow.killed < 5 + 3
     assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["iteration_00000.parquet"]

@@ -87,7 +87,10 @@ def test_the_minimum_preset_is_the_full_experiment():
     [
         (["--preset", "large"], "--preset is 'large': expected minimum or smoke"),
         (["--grpo_interrupt", "100"], "--grpo_interrupt is 100: expected 1 to grpo_iterations - 1 = 99"),
-        (["--exercise_generations", "4"], r"--exercise_generations is \[4\]: expected other sizes than 4"),
+        (
+            ["--exercise_generations", "4"],
+            r"--exercise_generations is \[4\]: expected sizes that differ from each other and from --generations 4",
+        ),
         (["--micro_batch_size", "3"], "--micro_batch_size is 3: expected a divisor of batch_size"),
         (["--micro_batch_size", "0"], "--micro_batch_size is 0: expected 1 or more"),
         (["--batch_size", "0"], "--batch_size is 0: expected 1 or more"),

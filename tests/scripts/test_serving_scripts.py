@@ -221,7 +221,7 @@ def test_training_and_its_evaluations_are_sampled_by_the_server(model, corpus, t
             train.main([*given, *vllm])
         assert train.main([*given, *vllm, "--use_peft", "--seed", "3"]) == 0
         asked = [body["model"] for body in server.asked if body["max_tokens"] == 16]
-    with pytest.raises(SetupError, match="cannot be reached or fails since 0.5 seconds"):
+    with pytest.raises(SetupError, match="has been out of reach or failing for 0.5 seconds"):
         train.main([*given, *vllm, "--use_peft", "--dry_run"])
     # The adapter before and after the update; 2 validation rows and 4 rows of training take 2 turns or more each.
     assert len(set(asked)) == 2 and server.base not in asked and len(asked) >= 2 * (2 + 4 + 2)
