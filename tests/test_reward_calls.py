@@ -1,13 +1,15 @@
 """Calls of users' reward functions: what they are given, and what is said of a wrong return or a failure."""
 
 import asyncio
+import copy
+import itertools
 
 import numpy as np
 import pytest
 import torch
 
 from turngrpo.trainer.reading.rollout import Trajectory, Turn
-from turngrpo.trainer.reward_calls import RewardError, call_rewards, call_turn_rewards
+from turngrpo.trainer.reward_calls import RewardError, call_rewards, call_turn_rewards, reward_arguments
 
 
 def reading(group, member, lengths):
@@ -26,9 +28,9 @@ TWO = {"completions": ["a", "b"]}
     [
         [0.5, None],
         (value for value in (0.5, None)),
-        np.array([0.5, np.nan]),
-        torch.tensor([0.5, torch.nan]),
-        [np.float32(0.5), torch.tensor(torch.nan)],
+        np.array([0.5, None]),
+        [torch.tensor(0.5), None],
+        [np.float32(0.5), None],
     ],
     ids=["list", "generator", "array", "tensor", "scalars"],
 )
@@ -46,10 +48,17 @@ def test_numbers_of_any_kind_are_rewards(values):
         ([1.0], "1 numbers, expected 2"),
         (None, "None, expected 2, one number or None for each trajectory"),
         (1.0, "1.0, expected 2"),
-        (["good", "bad"], "'good', expected a finite number"),
-        (["1", "0"], "'1', expected a finite number"),  # not 1.0: a string is a mistake
-        ([float("inf"), 0.0], "inf, expected a finite number"),
-        (torch.ones(2, 2), r"tensor\(\[1., 1.\]\), expected a finite number"),
+        (["good", "bad"], "'good' for completion 0, expected a finite number"),
+        (["1", "0"], "'1' for completion 0, expected a finite number"),  # not 1.0: a string is a mistake
+        ([0.0, float("nan")], "nan for completion 1, expected a finite number or None"),  # a 0/0 is no None
+        (np.array([np.nan, 0.5]), "np.float64\\(nan\\) for completion 0, expected a finite number or None"),
+        ([0.0, 10**400], "1000000000000000.*0\\.\\.\\. for completion 1, expected a finite number or None"),
+        ({"a": 1.0, "b": 0.0}, "{'a': 1.0, 'b': 0.0}, expected 2"),
+        ("ab", "'ab', expected 2"),
+        ([1.0] * 3, "3 numbers, expected 2"),
+        (itertools.repeat(1.0), "1002 or more numbers, expected 2"),
+        ([float("inf"), 0.0], "inf for completion 0, expected a finite number"),
+        (torch.ones(2, 2), r"tensor\(\[1., 1.\]\) for completion 0, expected a finite number"),
     ],
 )
 def test_what_is_no_reward_is_named(values, found):
@@ -152,5 +161,103 @@ def test_turn_rewards_that_are_no_numbers_are_named():
         return [["good"] * len(t.turns) for t in trajectories]
 
     trajectories = [reading(0, 0, [1, 1])]
-    with pytest.raises(RewardError, match="'words' returned 'good', expected a finite number or None"):
+    named = r"trajectory 0 \(group 0, member 0\), turn 0"
+    with pytest.raises(RewardError, match=f"'words' returned 'good' for {named}, expected a finite number or None"):
         call_turn_rewards([words], trajectories, {"trajectories": trajectories})
+
+
+def test_a_nan_is_named_with_its_trajectory():
+    trajectories = [reading(4, 0, [1, 1]), reading(4, 1, [1, 1, 1])]
+    trajectories[1].row["id"] = "contract-7"
+
+    def ratio(trajectories, **columns):
+        return [0.0, float("nan")]
+
+    def by_turn(trajectories, **columns):
+        return [[0.0, None], [0.0, float("nan"), None]]
+
+    arguments = {"trajectories": trajectories, "completions": ["", ""]}
+    named = r"trajectory 1 \(row 'contract-7', group 4, member 1\)"
+    with pytest.raises(RewardError, match=f"'ratio' returned nan for {named}, expected a finite number or None"):
+        call_rewards([ratio], arguments)
+    with pytest.raises(RewardError, match=f"'by_turn' returned nan for {named}, turn 1, expected"):
+        call_turn_rewards([by_turn], trajectories, arguments)
+
+
+class Unspeakable:
+    def __float__(self):
+        raise LookupError("no number")
+
+
+def test_a_number_that_cannot_be_read_names_the_function():
+    def odd(**columns):
+        return [1.0, Unspeakable()]
+
+    with pytest.raises(LookupError) as caught:
+        call_rewards([odd], TWO)
+    assert caught.value.__notes__ == ["raised by the reward function 'odd'"]
+
+
+class Words:
+    """A tokenizer whose ids are their own text; the end token 3 is not marked special."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def arguments_of(trajectories):
+    return reward_arguments(trajectories, Words(), None, None, None)
+
+
+CHANGES = {
+    "group": lambda t: setattr(t, "group", 1),
+    "step": lambda t: setattr(t.turns[0], "step", 2),
+    "parsed": lambda t: setattr(t, "parsed", False),
+    "a turn less": lambda t: t.turns.pop(),
+    "a log-probability": lambda t: t.turns[0].behavior_logprobs.__setitem__(0, -1.0001),
+    "an id": lambda t: t.turns[0].completion_ids.append(9),
+    "in place": lambda t: t.turns[0].prompt_ids.__iadd__([9]),
+    "a field that goes": lambda t: delattr(t, "memory"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_reward_that_changes_the_records_is_named_and_changes_nothing(change):
+    trajectories = [reading(0, 0, [1, 2]), reading(0, 1, [1, 1])]
+    before = copy.deepcopy(trajectories)
+
+    def meddling(trajectories, **columns):
+        change(trajectories[0])
+        return [0.0, 0.0]
+
+    with pytest.raises((AttributeError, TypeError), match="read-only") as caught:
+        call_rewards([meddling], arguments_of(trajectories))
+    assert caught.value.__notes__ == ["raised by the reward function 'meddling'"]
+    assert trajectories == before
+
+
+def test_rows_ids_and_columns_are_copies():
+    trajectories = [reading(0, 0, [1, 2]), reading(0, 1, [1, 1])]
+    trajectories[0].row["answers"] = trajectories[1].row["answers"] = ["Bonn"]
+    trajectories[0].prompt = trajectories[1].prompt = ""
+    before = copy.deepcopy(trajectories)
+
+    def meddling(trajectories, completion_ids, answers, **columns):
+        completion_ids[0].append(7)
+        answers[0].append("Ulm")
+        trajectories[0].row["answers"].append("Trier")
+        assert trajectories[0].turns[0].completion_ids == [6]  # still a list to every reader
+        return [0.0, 0.0]
+
+    call_rewards([meddling], arguments_of(trajectories))
+    assert trajectories == before
+
+
+def test_an_end_that_is_not_marked_special_is_no_text():
+    ended, cut = reading(0, 0, [1, 2]), reading(0, 1, [1, 2])
+    ended.turns[-1].completion_ids, cut.turns[-1].completion_ids = [5, 3], [5, 4]
+    cut.turns[-1].finish_reason = "length"
+    ended.prompt = cut.prompt = ""
+    arguments = arguments_of([ended, cut])
+    assert arguments["completions"] == ["5", "5 4"]  # "5 3" would show the end token
+    assert arguments["completion_ids"] == [[5, 3], [5, 4]]

@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_peft_model
@@ -214,15 +214,24 @@ def check_names(names: list[str]) -> None:
         raise ValueError(f"several reward functions are named {doubled}: give each a __name__ of its own")
 
 
+def check_weights(config: TurnGRPOConfig, names: Sequence[str], turn_names: Sequence[str]) -> None:
+    """Refuse weights that are not one for each function."""
+    for option, kind, functions in (
+        ("reward_weights", "reward", names),
+        ("turn_reward_weights", "turn reward", turn_names),
+    ):
+        weights = getattr(config, option)
+        if weights is not None and len(weights) != len(functions):
+            raise ValueError(
+                f"{option} has {len(weights)} numbers, expected one for each of {len(functions)} {kind} functions "
+                f"({', '.join(functions) or 'there are none'})"
+            )
+
+
 def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_names: list[str]) -> None:
     """Refuse turn reward weights that fit no functions; warn of rewards that a workflow or alpha makes no sense of."""
     check_names(names + turn_names)
-    weights = config.turn_reward_weights
-    if weights is not None and len(weights) != len(turn_names):
-        raise ValueError(
-            f"turn_reward_weights has {len(weights)} numbers, expected one for each of "
-            f"{len(turn_names)} turn reward functions"
-        )
+    check_weights(config, names, turn_names)
     if workflow.strict_format and "format_reward" not in names:
         warnings.warn(
             "strict_format sets the reward of an unparsed trajectory to 0; without format_reward a parsed one can "

@@ -2,16 +2,19 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from trl import apply_chat_template
 
 from turngrpo.trainer.awaiting import gather_all, run_async
-from turngrpo.trainer.reading.rollout import Trajectory
+from turngrpo.trainer.reading.rollout import Trajectory, read_only
 
+SPARE = 1000  # values that are counted beyond those expected, of a return without end
+SHOWN = 200  # characters of a wrong return in a message
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # which reach reward functions as plurals
 
 
@@ -34,10 +37,17 @@ def reward_arguments(
     """Return what every reward function is called with: the last turns in TRL's form, and everything else by name.
 
     `prompts`, `completions` and `completion_ids` are those of the last turns, without special tokens; then come the
-    columns of the dataset, the `trajectories`, and TRL's three helpers. Ids are copies: the turns' own are trained on.
+    columns of the dataset, the `trajectories`, and TRL's three helpers. Trajectories are read-only and all else is a
+    copy, since the records themselves are trained on.
     """
-    ids = [list(trajectory.turns[-1].completion_ids) for trajectory in trajectories]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    trajectories = [read_only(trajectory) for trajectory in trajectories]
+    last = [trajectory.turns[-1] for trajectory in trajectories]
+    ids = [list(turn.completion_ids) for turn in last]
+    # The final EOS is no text, also where the tokenizer does not call it special.
+    texts = tokenizer.batch_decode(
+        [row[:-1] if turn.finish_reason == "eos" else row for row, turn in zip(ids, last, strict=True)],
+        skip_special_tokens=True,
+    )
     prompts = [trajectory.prompt for trajectory in trajectories]
     completions = [
         text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -48,7 +58,7 @@ def reward_arguments(
         "prompts": prompts,
         "completions": completions,
         "completion_ids": ids,
-        "trajectories": list(trajectories),
+        "trajectories": trajectories,
         "trainer_state": trainer_state,
         "log_extra": log_extra,
         "log_metric": log_metric,
@@ -56,31 +66,32 @@ def reward_arguments(
 
 
 def call_rewards(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> torch.Tensor:
-    """Call every trajectory reward function, the async ones together; return (B, F) float32, NaN for None."""
-    count = len(arguments["completions"])
-    columns = [_trajectory_numbers(name, values, count) for name, values in _called(functions, arguments)]
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), count).T
+    """Call every trajectory reward function, the async ones together; return (B, F) float64, NaN for None."""
+    columns = [_trajectory_numbers(name, values, arguments) for name, values in _called(functions, arguments)]
+    return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), len(arguments["completions"])).T
 
 
 def call_turn_rewards(
     functions: Sequence[Callable[..., Any]], trajectories: Sequence[Trajectory], arguments: dict[str, Any]
 ) -> torch.Tensor:
-    """Call every turn reward function, the async ones together; return (N, F_turn) float32, NaN for None.
+    """Call every turn reward function, the async ones together; return (N, F_turn) float64, NaN for None.
 
     Anything but one list per trajectory with one number or None per turn is a RewardError.
     """
     expected = [len(trajectory.turns) for trajectory in trajectories]
     columns = []
     for name, values in _called(functions, arguments):
-        lists = _lists(values)
-        found = values if lists is None else [len(one) for one in lists]
-        if lists is None or found != expected:
+        lists = _lists(values, expected)
+        found = _shown(values) if lists is None else f"lists of lengths {[len(one) for one in lists]}"
+        if lists is None or [len(one) for one in lists] != expected:
             raise RewardError(
-                f"turn reward function {name!r} returned {'lists of lengths ' * (lists is not None)}{found!r}, "
-                f"expected one list per trajectory with one number or None per turn: lengths {expected}"
+                f"turn reward function {name!r} returned {found}, expected one list per trajectory with one number or "
+                f"None per turn: lengths {expected}"
             )
-        columns.append([_number(name, value) for one in lists for value in one])
-    return torch.tensor(columns, dtype=torch.float32).reshape(len(columns), sum(expected)).T
+        places = [f"{place(t, i)}, turn {n}" for i, t in enumerate(trajectories) for n in range(len(t.turns))]
+        numbers = [value for one in lists for value in one]
+        columns.append([_number(name, value, where) for value, where in zip(numbers, places, strict=True)])
+    return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), sum(expected)).T
 
 
 def reward_of_model(
@@ -133,32 +144,61 @@ def _named(name: str) -> Iterator[None]:
         raise
 
 
-def _trajectory_numbers(name: str, values: Any, count: int) -> list[float]:
+def place(trajectory: Trajectory, index: int) -> str:
+    """Name a trajectory in messages: its number in the call, its row where that has an id, its group and member."""
+    row = f"row {trajectory.row['id']!r}, " if "id" in trajectory.row else ""
+    return f"trajectory {index} ({row}group {trajectory.group}, member {trajectory.member})"
+
+
+def _trajectory_numbers(name: str, values: Any, arguments: Mapping[str, Any]) -> list[float]:
+    count = len(arguments["completions"])
     expected = f"expected {count}, one number or None for each trajectory"
-    try:
-        listed = list(values)
-    except TypeError:
-        raise RewardError(f"reward function {name!r} returned {values!r}, {expected}") from None
+    listed = _list(values, count)
+    if listed is None:
+        raise RewardError(f"reward function {name!r} returned {_shown(values)}, {expected}")
     if len(listed) != count:
-        raise RewardError(f"reward function {name!r} returned {len(listed)} numbers, {expected}")
-    return [_number(name, value) for value in listed]
+        more = " or more" if len(listed) == count + SPARE else ""
+        raise RewardError(f"reward function {name!r} returned {len(listed)}{more} numbers, {expected}")
+    trajectories = arguments.get("trajectories")
+    places = [place(trajectories[i], i) if trajectories else f"completion {i}" for i in range(count)]
+    return [_number(name, value, where) for value, where in zip(listed, places, strict=True)]
 
 
-def _lists(values: Any) -> list[list[Any]] | None:
+def _list(values: Any, count: int) -> list[Any] | None:
+    """Return a list of `count` values and some more where there are more, without end perhaps; None for no list."""
+    if isinstance(values, Mapping | str | bytes | Set):
+        return None
     try:
-        return [list(one) for one in values]
+        return list(islice(values, count + SPARE))
     except TypeError:
         return None
 
 
-def _number(name: str, value: Any) -> float:
-    """Return a number of any kind (numpy's and tensors too) as a float, NaN for None."""
+def _lists(values: Any, lengths: Sequence[int]) -> list[list[Any]] | None:
+    outer = _list(values, len(lengths))
+    if outer is None:
+        return None
+    inner = [_list(one, max(lengths, default=0)) for one in outer]
+    return None if any(one is None for one in inner) else [one for one in inner if one is not None]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text of a sane length."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _number(name: str, value: Any, where: str) -> float:
+    """Return a number of any kind (numpy's and tensors too) as a float, NaN for None, which alone means so."""
     if value is None:
         return math.nan
-    try:
-        number = math.inf if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several numbers
-        number = math.inf
-    if math.isinf(number):
-        raise RewardError(f"reward function {name!r} returned {value!r}, expected a finite number or None")
+    with _named(name):
+        try:
+            number = math.inf if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # RuntimeError: a tensor of several numbers
+            number = math.inf
+    if not math.isfinite(number):
+        raise RewardError(
+            f"reward function {name!r} returned {_shown(value)} for {where}, expected a finite number or None"
+        )
     return number

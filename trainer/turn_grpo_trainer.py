@@ -342,8 +342,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         return total
 
     def _needs_forward(self, part: TrainingSlice) -> list[int]:
-        """The slice's turns that can move the policy: with beta 0, those with an advantage."""
-        return [i for i in part.indices if part.rollout.advantages[i] != 0 or self.beta]
+        """The slice's turns that can move the policy: those with a weight, and with beta 0 with an advantage."""
+        return [i for i in part.indices if part.weights[i] != 0 and (part.rollout.advantages[i] != 0 or self.beta)]
 
     def _microbatch(self, part: TrainingSlice, rows: list[int], batch: TurnBatch, scores: Scores) -> MicroBatch:
         """Put together what compute_loss gets of the turns `rows`."""
@@ -592,6 +592,11 @@ class TurnGRPOTrainer(GRPOTrainer):
     @provenance.setter
     def provenance(self, facts: Mapping[str, Any]) -> None:
         self.exporter.provenance = facts
+
+    @property
+    def exported(self) -> Path | None:
+        """The newest version of the adapter, on process 0."""
+        return self.exporter.exported
 
     def export_adapter(
         self,

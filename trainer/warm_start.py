@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from transformers import PrinterCallback, Trainer, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from turngrpo.data_prep import gold_turns
-from turngrpo.data_prep.gold import relevant_text
+from turngrpo.data_prep.gold import BLANK, relevant_text
 from turngrpo.trainer.forward.policy import Policy, evaluating
 from turngrpo.trainer.forward.scoring import Scorer
-from turngrpo.trainer.reading.gates import GateDecision, parse_answer, parse_turn, write_turn
+from turngrpo.trainer.reading.chat_format import CLOSE_THINK, ChatFormat
+from turngrpo.trainer.reading.gates import GateDecision, for_memory, parse_answer, parse_turn, write_turn
 from turngrpo.trainer.reading.rollout import Turn
 from turngrpo.trainer.reading.workflows import SingleTurn, WorkflowOptions
 from turngrpo.trainer.runs.checkpoints import ExactCheckpoints
@@ -52,29 +54,37 @@ def row_examples(
     are read too (gold: write nothing, end).
     `think(row, chunk)` gives the text of the think block. Raises ValueError where a target would not parse.
     """
-    generator = generator or random.Random(0)
+    generator, chat = generator or random.Random(0), workflow.chat
     gold, gated = gold_turns(row), hasattr(workflow, "exit_gate") and workflow.exit_gate
     state, examples = workflow.start(row), []
     for step, chunk in enumerate(row["chunks"], start=1):
         decision = GateDecision(check=False, candidate="", exit=True)
         if step <= len(gold):
             decision = GateDecision(gold[step - 1]["check"], gold[step - 1]["candidate"], gold[step - 1]["exit"])
-        target = noisy_gates(decision, row, chunk, gate_noise, generator)
-        staying = GateDecision(decision.check, decision.candidate, exit=False)
-        text, followed = write_turn(target, think(row, chunk) if think else ""), write_turn(staying)
-        if gated and parse_turn(text, "eos") is None:
+        target = allowed(noisy_gates(decision, row, chunk, gate_noise, generator), chat)
+        staying = replace(allowed(decision, chat), exit=False)
+        thought = for_memory(think(row, chunk), chat.control_tokens) if think else ""
+        text = write_turn(target, thought, chat.opens_think)
+        followed = write_turn(staying, opens_think=chat.opens_think)
+        if gated and parse_turn(text, "eos", chat.control_tokens, chat.opens_think) is None:
             raise ValueError(f"row {row['id']!r}, step {step}: the gold turn does not parse: {text!r}")
         if not gated:  # every reply is the whole memory
-            text = followed = decision.candidate or state.memory
+            text = followed = CLOSE_THINK * chat.opens_think + (staying.candidate or state.memory)
         examples.append(tokenised(workflow, state, text))
         workflow.advance(state, Turn(step, [], [], [], "eos", followed))
         if gated and step >= len(gold) and target.exit and generator.random() >= read_on:
             break
     state.answering = True
-    answer = f"\\boxed{{{row['answers'][0]}}}"
-    if parse_answer(answer, "eos") is None:
+    answer = f"{CLOSE_THINK * chat.opens_think}\\boxed{{{row['answers'][0]}}}"
+    if parse_answer(answer, "eos", chat.control_tokens) is None:
         raise ValueError(f"row {row['id']!r}: the answer {row['answers'][0]!r} cannot stand in \\boxed{{}}")
     return [*examples, tokenised(workflow, state, answer)]
+
+
+def allowed(decision: GateDecision, chat: ChatFormat) -> GateDecision:
+    """Return a gold decision whose candidate holds nothing that the parser of a turn allows in no memory."""
+    candidate = for_memory(decision.candidate, chat.control_tokens)
+    return replace(decision, candidate=candidate or (BLANK if decision.candidate else ""))
 
 
 def tokenised(workflow: Any, state: Any, completion: str) -> dict[str, list[int]]:

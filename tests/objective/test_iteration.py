@@ -1,5 +1,7 @@
 """One rollout as data: rewards, both baselines, strict format, and slices whose weights make the objective."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -81,10 +83,9 @@ def test_strict_format_sets_an_unparsed_trajectory_to_zero_whatever_its_rewards(
     trajectories = [reading(0, 0, [1, 1]), reading(0, 1, [1, 1], parsed=False), reading(0, 2, [1, 1], parsed=False)]
     rewards = [[1.0], [5.0], [NAN]]
     scored = score(trajectories, rewards, [1.0, NAN, -1.0, NAN, NAN, NAN], config)
-    assert scored.rewards.tolist() == [1.0, 0.0, 0.0]  # not 5, and not NaN
-    # Means: 1/3 over trajectories, 0 over the two turn rewards at step 1, which strict format leaves alone.
-    third = 1 / 3
-    a = [0.75 * 2 * third + 0.25, 0.75 * 2 * third, -0.75 * third - 0.25, *[-0.75 * third] * 3]
+    assert scored.rewards.tolist()[:2] == [1.0, 0.0] and scored.rewards[2].isnan()  # not 5; None wins over strict
+    # Means: 1/2 over the two that were judged, 0 over the turn rewards at step 1, which strict format leaves alone.
+    a = [0.75 * 0.5 + 0.25, 0.75 * 0.5, -0.75 * 0.5 - 0.25, -0.75 * 0.5, 0.0, 0.0]
     assert scored.advantages.tolist() == pytest.approx(a)
     # What the functions gave stays on record.
     assert scored.rewards_per_func[1].tolist() == [5.0]
@@ -123,9 +124,82 @@ def test_a_turn_outside_the_step_count_gets_no_turn_advantage(config):
 
 def test_weighted_sum():
     values = torch.tensor([[1.0, 2.0], [NAN, 2.0], [NAN, NAN], [0.0, 0.0]])
-    total = weighted_sum(values, [1.0, 10.0])
+    total, _ = weighted_sum(values, [1.0, 10.0])
     assert total.tolist()[:2] == [21.0, 20.0] and total[2].isnan() and total[3] == 0
-    assert weighted_sum(torch.zeros(2, 0), []).isnan().all()
+    assert weighted_sum(torch.zeros(2, 0), [])[0].isnan().all()
+    with pytest.raises(ValueError, match="found 1 weights for 2 reward functions: expected one for each"):
+        weighted_sum(values, [0.7])  # would be broadcast
+
+
+# Members whose terms sum to one number: by members, then by functions.
+SAME_SUMS = {
+    "two functions": ([[0.0, 0.7], [0.1, 0.6]], None),  # 0.699999988 and 0.700000025 in float32: +-0.7488 by their std
+    "three functions": ([[0.1, 0.4, 0.2], [0.1, 0.2, 0.4]], None),
+    "another order": ([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]], None),  # 0.6000000000000001 and 0.6
+    "weights": ([[1.0, 0.0], [0.4, 1.4]], [0.7, 0.3]),  # 0.7 and 0.28 + 0.42
+}
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("rewards", "weights"), SAME_SUMS.values(), ids=SAME_SUMS)
+def test_rounding_invents_no_winner(rewards, weights, dtype, scale):
+    trajectories = [reading(0, m, [1], answer=False) for m in range(2)]
+    options = {"alpha": 1.0, "scale_rewards": scale, "reward_weights": weights}
+    scored = score_rollout(trajectories, 0, torch.tensor(rewards, dtype=dtype), torch.zeros(2, 0), **options)
+    assert scored.advantages.tolist() == [0.0, 0.0] and scored.constant_groups() == [True]
+    # A difference that the terms can tell apart stays one.
+    rewards = torch.tensor(rewards, dtype=dtype) + torch.tensor([[1e-5], [0.0]], dtype=dtype)
+    scored = score_rollout(trajectories, 0, rewards, torch.zeros(2, 0), **options)
+    assert scored.advantages[0] > 0 > scored.advantages[1] and scored.constant_groups() == [False]
+
+
+def test_no_three_twentieths_of_one_sum_differ():
+    """All 10,660 triples a <= b <= c of twentieths up to 2: c, b, a in another order is the same reward."""
+    twentieths = [i / 20 for i in range(41)]
+    triples = list(itertools.combinations(twentieths, 3))
+    assert len(triples) == 10_660
+    rewards = torch.tensor([member for a, b, c in triples for member in ((a, b, c), (c, a, b))], dtype=torch.float64)
+    trajectories = [reading(group, m, [1], answer=False) for group in range(len(triples)) for m in range(2)]
+    turns = torch.zeros(len(trajectories), 0)
+    scored = score_rollout(trajectories, 0, rewards, turns, alpha=1.0, scale_rewards="group")
+    assert scored.advantages.abs().max() == 0 and all(scored.constant_groups())
+    plain = rewards.float().sum(1).view(-1, 2)
+    assert (plain[:, 0] != plain[:, 1]).sum() > 1000  # which plain float32 sums tell apart
+
+
+def test_turn_rewards_that_differ_by_rounding_are_equal():
+    trajectories = [reading(0, m, [1], answer=False) for m in range(2)]
+    turns = torch.tensor([[0.0, 0.7], [0.1, 0.6]])
+    scored = score_rollout(trajectories, 0, torch.zeros(2, 1), turns, alpha=0.0)
+    assert scored.advantages.tolist() == [0.0, 0.0]
+
+
+def test_a_member_that_nobody_judged_takes_part_in_nothing():
+    """Rewards 2, 1, None, 2: the mean is 5/3 of three. As 0 the third would make it 5/4, and lose itself."""
+    trajectories = [reading(0, m, [2, m + 1], parsed=m != 2) for m in range(4)]
+    per_func = torch.tensor([[2.0], [1.0], [NAN], [2.0]])
+    for strict in (True, False):
+        scored = score_rollout(trajectories, 0, per_func, torch.zeros(8, 0), alpha=1.0, strict_format=strict)
+        a = [1 / 3, 1 / 3, -2 / 3, -2 / 3, 0.0, 0.0, 1 / 3, 1 / 3]
+        assert scored.advantages.tolist() == pytest.approx(a)  # wrong: .75, -.25, -1.25, .75
+        assert scored.judged.tolist() == [True, True, False, True]
+    # Turns of 2 and 1, 2 and 2, (2 and 3), 2 and 4 tokens: denominators of three members and of 3 + 4 + 6 tokens.
+    expected = {
+        "grpo": [1 / 12, 1 / 6, 1 / 12, 1 / 12, 0, 0, 1 / 12, 1 / 24],
+        "group": [1 / 13, 1 / 13, 1 / 13, 1 / 13, 0, 0, 1 / 13, 1 / 13],
+        "dapo": [1 / 13, 1 / 13, 1 / 13, 1 / 13, 0, 0, 1 / 13, 1 / 13],
+    }
+    for loss_type, weights in expected.items():
+        assert objective_weights(scored, range(4), loss_type).tolist() == pytest.approx(weights)
+    assert objective_weights(scored, [2], "grpo").tolist() == [0.0] * 8
+
+
+def test_a_turn_reward_judges_too():
+    trajectories = [reading(0, m, [1, 1]) for m in range(2)]
+    turns = torch.tensor([[1.0], [NAN], [NAN], [NAN]])
+    scored = score_rollout(trajectories, 0, torch.tensor([[NAN], [NAN]]), turns)
+    assert scored.judged.tolist() == [True, False]
 
 
 def test_turn_names(config):

@@ -96,7 +96,7 @@ def test_json_holds_the_trace_and_the_prompts_are_those_of_training(model, docum
     assert [turn["exit"] for turn in report["turns"]] == [True] * 4 + [None]
     tokenizer, workflow = AutoTokenizer.from_pretrained(model), GatedMemory(instruction="Read.")
     workflow.bind(tokenizer, evaluation_config(**OPTIONS))
-    cut = [{"text": chunk["text"]} for chunk in read_document.chunk_document(TEXT, [], tokenizer, 30)]
+    cut = [{"text": chunk["text"]} for chunk in reading_job.chunk_document(TEXT, [], tokenizer, 30)]
     state = workflow.start({"question": "red?", "answers": [], "chunks": cut})
     assert asked[0]["prompt"] == [token for segment in workflow.prompt(state) for token in segment]
     assert asked[0]["temperature"] == 0.0 and len(asked) == 5
@@ -173,7 +173,7 @@ def test_utf_16_with_its_mark_is_text(tmp_path):
 
 
 def test_servers_that_cannot_read(model, document, monkeypatch):
-    monkeypatch.setattr(read_document, "PATIENCE", 0.5)
+    monkeypatch.setattr(reading_job, "PATIENCE", 0.5)
     with serving(model, max_model_len=60) as server:
         with pytest.raises(SetupError, match="1 rows cannot fit in 44 prompt tokens"):
             read_document.main(arguments(server, document))

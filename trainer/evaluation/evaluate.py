@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerState
 
 from turngrpo.rewards import answer_contains, answer_f1
-from turngrpo.trainer.checks import check_names
+from turngrpo.trainer.checks import check_names, check_weights
 from turngrpo.trainer.config import TurnGRPOConfig
 from turngrpo.trainer.evaluation.intervals import (
     RESAMPLES,
@@ -119,6 +119,7 @@ def evaluate_policy(
         raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
     names = [reward_name(f) for f in reward_funcs], [reward_name(f) for f in turn_reward_funcs]
     check_names(names[0] + names[1])
+    check_weights(config, *names)
     workflow.bind(tokenizer, config)
     policy = None if model is None else Policy(model, autocast)
     if engine is None:

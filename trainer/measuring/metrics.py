@@ -93,6 +93,7 @@ def scored_metrics(
     metrics["reward"], metrics["reward_std"] = float(rewards.nanmean()), float(nanstd(rewards))
     constant = [flag for rollout in rollouts for flag in rollout.constant_groups()]
     metrics["frac_reward_zero_std"] = sum(constant) / len(constant)
+    metrics["unjudged"] = float(sum(int((~rollout.judged).sum()) for rollout in rollouts))
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     lengths = [turn.completion_tokens for turn in turns]
     ended = [turn.completion_tokens for turn in turns if turn.finish_reason == "eos"] or [0]

@@ -27,6 +27,25 @@ def _centre(values: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
     return centred, std[cell]
 
 
+def merge_rounding(values: Tensor, rounding: Tensor, cells: Tensor) -> Tensor:
+    """Give the values of a cell that differ by no more than their rounding one value: such a cell is constant.
+
+    Rewards are sums of terms, and 0.1 + 0.6 and 0.0 + 0.7 are one reward. `rounding` bounds the error of each value.
+
+    values and rounding (N,), cells (N,) or (N, k) as in the baselines -> (N,); a NaN stays and belongs to no cell.
+
+    >>> merge_rounding(torch.tensor([1.5, 1.25]), torch.tensor([0.5, 0.5]), torch.tensor([0, 0])).tolist()
+    [1.25, 1.25]
+    """
+    valid = ~values.isnan()  # (N,)
+    unique, cell = torch.unique(cells, dim=0, return_inverse=True)  # (C,), (N,)
+    zeros = torch.zeros(len(unique), dtype=values.dtype)  # (C,)
+    lowest = (zeros + torch.inf).scatter_reduce(0, cell, values.where(valid, torch.inf), "amin")
+    highest = (zeros - torch.inf).scatter_reduce(0, cell, values.where(valid, -torch.inf), "amax")
+    allowed = zeros.scatter_reduce(0, cell, rounding.to(values.dtype).where(valid, 0.0), "amax")
+    return lowest[cell].where(valid & (highest - lowest <= allowed)[cell], values)
+
+
 def _check(values: Tensor, name: str, **others: Tensor) -> None:
     if values.dim() != 1 or not values.is_floating_point() or values.isinf().any():
         raise ValueError(
@@ -75,10 +94,14 @@ def turn_advantages(turn_rewards: Tensor, group_ids: Tensor, steps: Tensor, base
     gives 0 and counts nowhere.
     """
     _check(turn_rewards, "turn_rewards", group_ids=group_ids, steps=steps)
+    return _centre(turn_rewards, baseline_cells(group_ids, steps, baseline))[0].to(turn_rewards)
+
+
+def baseline_cells(group_ids: Tensor, steps: Tensor, baseline: str) -> Tensor:
+    """Return which turns are compared: (group, step) of each (N, 2) for "group", its step (N,) for "batch"."""
     if baseline not in ("group", "batch"):
         raise ValueError(f"baseline is {baseline!r}, expected 'group' or 'batch': set turn_baseline to one of them")
-    cells = torch.stack([group_ids, steps], dim=1) if baseline == "group" else steps  # (N, 2) or (N,)
-    return _centre(turn_rewards, cells)[0].to(turn_rewards)
+    return torch.stack([group_ids, steps], dim=1) if baseline == "group" else steps
 
 
 def mix_advantages(trajectory_advantages: Tensor, turn_advantages: Tensor, alpha: float) -> Tensor:

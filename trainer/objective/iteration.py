@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from turngrpo.trainer.objective.advantages import STD_EPSILON, mix_advantages, trajectory_advantages, turn_advantages
+from turngrpo.trainer.objective.advantages import (
+    STD_EPSILON,
+    baseline_cells,
+    merge_rounding,
+    mix_advantages,
+    trajectory_advantages,
+    turn_advantages,
+)
 from turngrpo.trainer.objective.losses import token_weights
 from turngrpo.trainer.reading.rollout import Trajectory, TrajectoryOutline, Turn
 
@@ -22,7 +29,7 @@ class ScoredRollout:
     trajectories: list[Trajectory | TrajectoryOutline]
     iteration: int
     rewards_per_func: torch.Tensor  # (B, F), NaN where a function was not applicable
-    rewards: torch.Tensor  # (B,) r_traj, NaN where no function was applicable
+    rewards: torch.Tensor  # (B,) float64, r_traj, NaN where no function was applicable
     turn_rewards_per_func: torch.Tensor  # (N, F_turn)
     trajectory_ids: torch.Tensor  # (N,) index into the B trajectories
     group_ids: torch.Tensor  # (B,)
@@ -56,6 +63,18 @@ class ScoredRollout:
         name = f" (row {row['id']!r})" if "id" in row else ""
         return f"iteration {self.iteration}, group {group}{name}, member {member}, turn {number}"
 
+    @cached_property
+    def judged(self) -> torch.Tensor:
+        """Whether any function gave each of the B trajectories, or one of its turns, a number; (B,) bool.
+
+        One that was not judged takes part in no baseline, no denominator and no KL. Without any function all were.
+        """
+        if self.rewards_per_func.shape[1] + self.turn_rewards_per_func.shape[1] == 0:
+            return torch.ones(len(self.trajectories), dtype=torch.bool)
+        turns = (~self.turn_rewards_per_func.isnan()).any(dim=1)  # (N,)
+        by_turn = torch.zeros(len(self.trajectories)).index_add(0, self.trajectory_ids, turns.float()) > 0
+        return (~self.rewards_per_func.isnan()).any(dim=1) | by_turn
+
     def constant_groups(self) -> list[bool]:
         """Return for every group whether all its rewards are equal, so that it teaches nothing by reward."""
         flags = []
@@ -66,10 +85,19 @@ class ScoredRollout:
         return flags
 
 
-def weighted_sum(values: torch.Tensor, weights: Sequence[float] | None) -> torch.Tensor:
-    """Sum (R, F) over F with `weights` (all 1 when left out), ignoring NaN; a row without any number is NaN."""
-    weighted = values if weights is None else values * torch.tensor(weights, dtype=values.dtype)
-    return weighted.nansum(dim=1).masked_fill(values.isnan().all(dim=1), torch.nan)
+def weighted_sum(values: torch.Tensor, weights: Sequence[float] | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum (R, F) over F with `weights` (all 1 if None) in float64, NaN ignored; return (sum, rounding), each (R,).
+
+    A row without any number is NaN. The rounding bounds the error of the sum by that of its terms, each of which has
+    the precision of `values`; one term alone with weight 1 has none. Raises ValueError for another number of weights.
+    """
+    count = values.shape[1]
+    if weights is not None and len(weights) != count:
+        raise ValueError(f"found {len(weights)} weights for {count} reward functions: expected one for each")
+    factors = torch.ones(count, dtype=torch.float64) if weights is None else torch.tensor(weights, dtype=torch.float64)
+    terms = values.double() * factors  # (R, F)
+    total = terms.nansum(dim=1).masked_fill(values.isnan().all(dim=1), torch.nan)
+    return total, (0.0 if count < 2 else count * torch.finfo(values.dtype).eps) * terms.abs().nansum(dim=1)
 
 
 def score_rollout(
@@ -89,21 +117,25 @@ def score_rollout(
 ) -> ScoredRollout:
     """Turn rewards into advantages with both baselines; strict format sets an unparsed trajectory's reward to 0.
 
-    `own` are the trajectories of this process, all when left out.
+    A trajectory that every function answered None for was not judged: strict format leaves it so. `own` are the
+    trajectories of this process, all when left out.
     """
-    rewards = weighted_sum(rewards_per_func, reward_weights)  # (B,)
+    rewards, rounding = weighted_sum(rewards_per_func, reward_weights)  # (B,)
     if strict_format:
         unparsed = torch.tensor([not trajectory.parsed for trajectory in trajectories])
-        rewards = rewards.masked_fill(unparsed, 0.0)
+        rewards = rewards.masked_fill(unparsed & ~rewards.isnan(), 0.0)
     group_ids = torch.tensor([trajectory.group for trajectory in trajectories])  # (B,)
+    rewards = merge_rounding(rewards, rounding, group_ids)
     lengths = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
     trajectory_ids = torch.arange(len(trajectories)).repeat_interleave(lengths)  # (N,)
     steps = torch.tensor([turn.step or 0 for t in trajectories for turn in t.turns])  # (N,)
-    turn_rewards = weighted_sum(turn_rewards_per_func, turn_reward_weights)  # (N,)
+    turn_rewards, rounding = weighted_sum(turn_rewards_per_func, turn_reward_weights)  # (N,)
     # A turn outside the step count has no step to be compared at.
     turn_rewards = turn_rewards.masked_fill(steps == 0, torch.nan)
+    turn_groups = group_ids[trajectory_ids]  # (N,)
+    turn_rewards = merge_rounding(turn_rewards, rounding, baseline_cells(turn_groups, steps, turn_baseline))
     by_trajectory = trajectory_advantages(rewards, group_ids, scale_rewards, advantage_epsilon)
-    by_turn = turn_advantages(turn_rewards, group_ids[trajectory_ids], steps, turn_baseline)
+    by_turn = turn_advantages(turn_rewards, turn_groups, steps, turn_baseline)
     return ScoredRollout(
         trajectories=list(trajectories),
         iteration=iteration,
@@ -150,10 +182,13 @@ class MicroBatch:
 def objective_weights(rollout: ScoredRollout, members: Sequence[int], loss_type: str) -> torch.Tensor:
     """Return (N,) the token weight of every turn of the trajectories `members` of one optimizer step, else 0.
 
-    Every loss type gives all tokens of a turn the same weight, so one number per turn says it all.
+    Every loss type gives all tokens of a turn the same weight, so one number per turn says it all. Trajectories that
+    were not judged have weight 0 and are in no denominator.
     """
-    owners = torch.isin(rollout.trajectory_ids, torch.tensor(list(members)))  # (N,)
+    owners = torch.isin(rollout.trajectory_ids, torch.tensor(list(members))) & rollout.judged[rollout.trajectory_ids]
     indices = owners.nonzero().squeeze(1)  # (n,)
+    if not len(indices):
+        return torch.zeros(len(owners), dtype=torch.float64)
     lengths = torch.tensor([rollout.turns[i].completion_tokens for i in indices.tolist()])
     mask = torch.arange(int(lengths.max()))[None] < lengths[:, None]  # (n, T)
     owner_ids = rollout.trajectory_ids[indices]

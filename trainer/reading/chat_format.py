@@ -5,6 +5,7 @@ from typing import Any
 
 # A private-use character that no chat template trims, to find where the user text goes.
 _SLOT = "\ue000"
+OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
 
 
 class ChatFormat:
@@ -19,6 +20,7 @@ class ChatFormat:
         self.control_tokens = frozenset(
             str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and str(token).strip()
         )
+        self.opens_think = False  # whether a prompt ends inside a think block, which the completion then closes
         self.has_template = getattr(tokenizer, "chat_template", None) is not None
         if not self.has_template:
             self.head, self.tail = tokenizer("")["input_ids"], []
@@ -37,6 +39,7 @@ class ChatFormat:
                 "are joined from separately tokenised segments; use a template that shows each message once"
             )
         head, tail = rendered.split(_SLOT)
+        self.opens_think = tail.rstrip().endswith(OPEN_THINK)
         self.head, self.tail = self._encode(head), self._encode(tail)
 
     def _encode(self, text: str) -> list[int]:

@@ -39,20 +39,37 @@ class GateDecision:
     exit: bool
 
 
-def _clean(text: str, control_tokens: Collection[str]) -> bool:
+def is_plain(text: str, control_tokens: Collection[str]) -> bool:
+    """Whether no control token stands in a text: `<|...|>`, or one of the tokenizer's `control_tokens`."""
     return not (_CONTROL.search(text) or any(token in text for token in control_tokens))
 
 
-def parse_turn(text: str, finish_reason: str, control_tokens: Collection[str] = ()) -> GateDecision | None:
+def for_memory(text: str, control_tokens: Collection[str]) -> str:
+    """Return a text with all that `parse_turn` allows in no memory taken out: gate tags and control tokens.
+
+    >>> for_memory("a <update>b</update> <|im_end|> c", [])
+    'a b c'
+    """
+    if is_plain(text, control_tokens) and not _TAG.search(text):
+        return text
+    for token in sorted(control_tokens, key=len, reverse=True):  # one may be a part of another
+        text = text.replace(token, " ")
+    return for_memory(" ".join(_TAG.sub(" ", _CONTROL.sub(" ", text)).split()), control_tokens)
+
+
+def parse_turn(
+    text: str, finish_reason: str, control_tokens: Collection[str] = (), opens_think: bool = False
+) -> GateDecision | None:
     """Return the gates of one completion, or None where it breaks the format in any way (GRU-Mem, section 3).
 
     `text` is the completion decoded with special tokens kept and only the final EOS dropped; `finish_reason` is "eos"
     or "length". The blocks stand once each and in order, `<think>` may be absent, nothing but white space stands
     between them, no tag or control token (`<|...|>`, or one of `control_tokens`) stands inside think or update, and
-    check=yes needs a candidate.
+    check=yes needs a candidate. Where the prompt `opens_think`, the text begins inside that block.
     """
+    text = f"<think>{text}" if opens_think else text
     blocks = _blocks(text) if finish_reason == "eos" else None
-    if blocks is None or not all(_clean(blocks.get(name, ""), control_tokens) for name in ("think", "update")):
+    if blocks is None or not all(is_plain(blocks.get(name, ""), control_tokens) for name in ("think", "update")):
         return None
     check, candidate, go = (blocks[name].strip() for name in ("check", "update", "next"))
     if check not in ("yes", "no") or go not in ("continue", "end") or (check == "yes" and not candidate):
@@ -80,7 +97,7 @@ def parse_answer(text: str, finish_reason: str, control_tokens: Collection[str] 
 
     A brace after a backslash is text; no control token may stand anywhere, as in `parse_turn`.
     """
-    if finish_reason != "eos" or text.count(_BOXED) != 1 or not _clean(text, control_tokens):
+    if finish_reason != "eos" or text.count(_BOXED) != 1 or not is_plain(text, control_tokens):
         return None
     start = text.index(_BOXED) + len(_BOXED)
     depth, escaped = 1, False
@@ -115,14 +132,17 @@ def answer_segments(question: str, memory: str) -> list[str]:
     return [ANSWER_INSTRUCTION, f"\n\n<question>\n{question}\n</question>\n\n", "<memory>\n", memory, "\n</memory>"]
 
 
-def write_turn(decision: GateDecision, think: str = "") -> str:
+def write_turn(decision: GateDecision, think: str = "", opens_think: bool = False) -> str:
     """Return the text that `parse_turn` reads as `decision`; without `think` there is no think block.
+
+    Where the prompt `opens_think`, the text begins inside the block and closes it.
 
     >>> print(write_turn(GateDecision(check=True, candidate="the code is 7", exit=False)))
     <check>yes</check>
     <update>the code is 7</update>
     <next>continue</next>
     """
-    start = f"<think>{think}</think>\n" if think else ""
+    start = f"<think>{think}</think>\n" if think or opens_think else ""
+    start = start.removeprefix("<think>") if opens_think else start
     check, leave = "yes" if decision.check else "no", "end" if decision.exit else "continue"
     return f"{start}<check>{check}</check>\n<update>{decision.candidate}</update>\n<next>{leave}</next>"

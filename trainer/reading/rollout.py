@@ -1,6 +1,8 @@
 """Turns and trajectories, and the loop that drives a workflow with an engine until every trajectory has ended."""
 
 import contextlib
+import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +134,50 @@ class Trajectory:
     prompt: Any = None  # the last turn's prompt in TRL's form, text or messages
 
 
+class ReadOnly:
+    """A record that nothing can be written into once it is sealed."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "sealed" in self.__dict__:
+            raise AttributeError(f"{name} is read-only: rewards are given the records that training goes on with")
+        object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self.__setattr__(name, None)
+
+
+def _refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+    raise TypeError("this list is read-only: rewards are given the records that training goes on with; copy it first")
+
+
+class ReadOnlyList(list[Any]):
+    """A list that stays as it is."""
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = extend = insert = pop = remove = clear = sort = reverse = _refuse
+
+
+class ReadOnlyTurn(ReadOnly, Turn):
+    """A Turn that stays as it is, its lists too."""
+
+
+class ReadOnlyTrajectory(ReadOnly, Trajectory):
+    """A Trajectory that stays as it is, its turns too; its row is a copy."""
+
+
+def read_only(trajectory: Trajectory) -> Trajectory:
+    """Return a trajectory that looks the same and cannot be changed; its row is a copy."""
+    turns, lists = [], ("prompt_ids", "completion_ids", "behavior_logprobs")
+    for turn in trajectory.turns:
+        own = {name: ReadOnlyList(getattr(turn, name)) for name in lists}
+        turns.append(ReadOnlyTurn(**{**vars(turn), **own}))
+    changed = {"turns": ReadOnlyList(turns), "row": copy.deepcopy(trajectory.row)}
+    sealed = ReadOnlyTrajectory(**{**vars(trajectory), **changed})
+    for record in (*turns, sealed):
+        record.__dict__["sealed"] = True
+    return sealed
+
+
 @dataclass(frozen=True)
 class TurnOutline:
     """The lengths of another process's turn: all that its share of an objective and of the metrics depends on."""
@@ -170,14 +216,23 @@ def decode_completion(tokenizer: Any, ids: Sequence[int], finish_reason: str) ->
     Fast tokenizers drop unknown ids without a word; here each becomes `<|unknown_token:ID|>`, which no parser accepts.
     """
     ids = list(ids[:-1] if finish_reason == "eos" else ids)
-    parts = []
-    for is_known, run in itertools.groupby(ids, lambda token: tokenizer.convert_ids_to_tokens(token) is not None):
+    known, parts = _known_ids(tokenizer, len(tokenizer)), []
+    for is_known, run in itertools.groupby(ids, known.__contains__):
         if is_known:
             text = tokenizer.decode(list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False)
             parts.append(text)
         else:
             parts.extend(f"<|unknown_token:{token}|>" for token in run)
     return "".join(parts)
+
+
+@functools.lru_cache(maxsize=8)
+def _known_ids(tokenizer: Any, size: int) -> frozenset[int]:
+    """Return the ids that have a token; `size` is the tokenizer's, which grows with tokens that are added."""
+    named = (
+        token for token in range(size) if tokenizer.is_fast and tokenizer.convert_ids_to_tokens(token) is not None
+    )
+    return frozenset(tokenizer.get_vocab().values()) | frozenset(named)
 
 
 def collect(

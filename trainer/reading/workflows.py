@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from turngrpo.trainer.reading.chat_format import ChatFormat
+from turngrpo.trainer.reading.chat_format import CLOSE_THINK, ChatFormat
 from turngrpo.trainer.reading.gates import (
     GATED_INSTRUCTION,
     INITIAL_MEMORY,
     UNGATED_INSTRUCTION,
     GateDecision,
     answer_segments,
+    is_plain,
     parse_answer,
     parse_turn,
     turn_segments,
@@ -201,7 +202,7 @@ class GatedMemory(_MemoryAgent):
         super().__init__(layout, strict_format, exit_gate, instruction)
 
     def decide(self, turn: Turn) -> GateDecision | None:
-        return parse_turn(turn.text, turn.finish_reason, self.chat.control_tokens)
+        return parse_turn(turn.text, turn.finish_reason, self.chat.control_tokens, self.chat.opens_think)
 
 
 class MemAgent(_MemoryAgent):
@@ -213,7 +214,13 @@ class MemAgent(_MemoryAgent):
         super().__init__(layout, strict_format, exit_gate=False, instruction=instruction)
 
     def decide(self, turn: Turn) -> GateDecision | None:
-        candidate = turn.text.strip()
-        if turn.finish_reason != "eos" or not candidate:
+        _, closed, reply = turn.text.rpartition(CLOSE_THINK) if self.chat.opens_think else ("", "closed", turn.text)
+        candidate = reply.strip()
+        if (
+            turn.finish_reason != "eos"
+            or not closed
+            or not candidate
+            or not is_plain(candidate, self.chat.control_tokens)
+        ):
             return None
         return GateDecision(check=True, candidate=candidate, exit=False)
