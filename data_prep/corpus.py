@@ -163,3 +163,8 @@ def _warn_of_weak_agreement(path: str, manifest: Mapping[str, Any]) -> None:
             "label again, or measure more items",
             stacklevel=3,
         )
+
+
+def project_digest(project: str) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of a project's name, which says nothing of the name."""
+    return hashlib.sha256(project.encode("utf-8", "surrogatepass")).hexdigest()[:16]

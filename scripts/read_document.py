@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from jobs.reading import ReadArguments, Reading, read
-from lib.options import parse_options
+from lib.options import parse_options, sources_table
 from lib.running import run_script, setting_up
 from rich.console import Console
 from rich.markup import escape
@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (options,) = parse_options([ReadArguments], arguments)
         reading = Reading.prepare(options)
     console = Console(quiet=options.json, highlight=False)
+    console.print(sources_table(reading.taken))
     report, status = read(reading, console)
     if options.json:
         print(json.dumps(report, ensure_ascii=False, indent=2))

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus
 from lib.lookup import make_workflow
-from lib.options import option, parse_options
+from lib.options import option, parse_options, template_options
 from lib.output import claim_output, make_output
 from lib.running import run_script, setting_up
 from trl import ModelConfig, SFTConfig, get_peft_config
 
+from turngrpo.data_prep import gold_thought
 from turngrpo.trainer.reading.workflows import WorkflowOptions
 from turngrpo.trainer.warm_start import check_batches, check_lengths, corpus_examples, fit, target_examples
 
@@ -41,6 +42,8 @@ class SftArguments:
     read_on: float = option(0.0, "Probability in [0, 1) that a gold reading goes on after the last evidence.")
     chunk_size: int = option(5000, "Tokens per chunk where the corpus holds whole documents.")
     max_memory_tokens: int = option(1024, "A memory longer than this is cut, as in training.")
+    template_kwargs: str | None = option(None, "JSON for the chat template, as --chat_template_kwargs of train.py.")
+    think: bool = option(False, "Imitate think blocks too: what is asked, and the line that says it or: not here.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,17 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError(f"--gate_noise is {options.gate_noise}: expected a probability, 0 or more and below 1")
         if not 0 <= options.read_on < 1:
             raise ValueError(f"--read_on is {options.read_on}: expected a probability, 0 or more and below 1")
+        template = template_options(options.template_kwargs)
         tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
         if options.targets is not None:
-            examples, names = target_examples(options.targets, tokenizer)
+            examples, names = target_examples(options.targets, tokenizer, template)
         else:
             corpus = read_corpus(
                 options.corpus, options.validation_fraction, options.split_seed, tokenizer, options.chunk_size
             )
-            workflow = make_workflow(options.workflow, options.layout, options.instruction)
-            workflow.bind(tokenizer, WorkflowOptions(options.max_memory_tokens))
+            workflow = make_workflow(options.workflow, layout=options.layout, instruction=options.instruction)
+            workflow.bind(tokenizer, WorkflowOptions(options.max_memory_tokens, template))
             examples, names = corpus_examples(
-                corpus["train"], workflow, options.gate_noise, config.seed, read_on=options.read_on
+                corpus["train"],
+                workflow,
+                options.gate_noise,
+                config.seed,
+                think=gold_thought if options.think else None,
+                read_on=options.read_on,
             )
         model = load_model(model_options)
         check_lengths(examples, names, config.max_length)

@@ -117,12 +117,14 @@ def corpus_examples(
     return Dataset.from_list(examples), names
 
 
-def target_examples(path: str, tokenizer: Any) -> tuple[Dataset, list[str]]:
+def target_examples(
+    path: str, tokenizer: Any, chat_template_kwargs: dict[str, Any] | None = None
+) -> tuple[Dataset, list[str]]:
     """Return the examples of a dataset with columns prompt and completion, each text or messages."""
     local = Path(path).is_file()
     data = load_dataset("json", data_files=path, split="train") if local else load_dataset(path, split="train")
     workflow = SingleTurn()
-    workflow.bind(tokenizer, WorkflowOptions())
+    workflow.bind(tokenizer, WorkflowOptions(chat_template_kwargs=chat_template_kwargs))
     examples, names = [], []
     for index, row in enumerate(data):
         if not row.get("prompt") or not row.get("completion"):

@@ -1,21 +1,24 @@
 """What evaluate.py does: the policies asked for, and who samples."""
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lib.loading import generation_config, load_model
 from lib.lookup import GATED_REWARDS, TURN_REWARDS, make_workflow
-from lib.options import ReadingOptions, option, reading_defaults
+from lib.options import OF_A_WORKFLOW, ReadingOptions, option, reading_defaults
 from lib.served import Served
 from peft import PeftConfig, PeftModel
 from trl import ModelConfig
 
+from turngrpo.trainer import MemAgent
 from turngrpo.trainer.evaluation.evaluate import eos_ids
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import Server
+
+UNGATED = "ungated"
 
 
 @dataclass
@@ -37,15 +40,29 @@ class EvaluateArguments(ReadingOptions):
     split_seed: int | None = option(None, "Seed of the split by project; 0.")
     rows: int | None = option(None, "Only a sample of so many rows.")
     members: int = option(1, "Readings of every row, >= 1.")
-    workflow: str | None = option(None, "gated or memagent; gated.")
     compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
     ignore_exit: bool = option(False, "Also with the exit gate ignored.")
+    compare_ungated: bool = option(False, "Also as MemAgent reads, without gates, with the paired difference.")
     trivial_policies: bool = option(False, "Also with forced gates: always no, always yes, to the end, stop at once.")
-    reward_funcs: list[str] = field(default_factory=lambda: list(GATED_REWARDS))
-    turn_reward_funcs: list[str] = field(default_factory=lambda: list(TURN_REWARDS))
+    allow_overlap: bool = option(False, "Evaluate on rows of projects that the adapter was trained on.")
+    reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path; the training's.")
+    turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path; the training's.")
+    reward_weights: list[float] | None = option(None, "One weight per trajectory reward; the training's, or 1.")
+    turn_reward_weights: list[float] | None = option(None, "One weight per turn reward; the training's, or 1.")
 
 
-DEFAULTS = {"validation_fraction": 0.1, "split_seed": 0, "workflow": "gated"} | reading_defaults()
+DEFAULTS = reading_defaults(
+    validation_fraction=0.1,
+    split_seed=0,
+    reward_funcs=list(GATED_REWARDS),
+    turn_reward_funcs=list(TURN_REWARDS),
+    reward_weights=None,
+    turn_reward_weights=None,
+)
+CONFIG = (
+    "chunk_size max_prompt_length max_completion_length max_memory_tokens eval_temperature eval_top_p eval_seed "
+    "chat_template_kwargs reward_weights turn_reward_weights"
+).split()
 
 
 def check_options(options: EvaluateArguments) -> None:
@@ -78,25 +95,27 @@ def check_workflow(options: EvaluateArguments) -> None:
     """Raise ValueError for a workflow that does not exist, or one without the gates that an option is about."""
     if options.workflow not in ("gated", "memagent"):
         raise ValueError(f"--workflow is {options.workflow!r}: expected gated or memagent")
-    if options.workflow != "gated" and (options.ignore_exit or options.trivial_policies):
+    if options.workflow != "gated" and (options.ignore_exit or options.trivial_policies or options.compare_ungated):
         raise ValueError(
-            f"--ignore_exit and --trivial_policies are about gates, which --workflow {options.workflow} has not: "
-            "leave them out, or set --workflow gated"
+            "--ignore_exit, --compare_ungated and --trivial_policies are about gates, which --workflow "
+            f"{options.workflow} has not: leave them out, or set --workflow gated"
         )
 
 
 def policies(options: EvaluateArguments, name: str) -> dict[str, tuple[Any, bool]]:
     """Return (workflow, whether the base model reads) of every policy by name; `name` is the one evaluated."""
-    given: dict[str, Any] = {"layout": options.layout, "instruction": options.instruction}
+    given = {name: getattr(options, name) for name in OF_A_WORKFLOW}
     assert options.workflow is not None
     chosen: dict[str, tuple[Any, bool]] = {}
     if options.compare_base:
         chosen["base"] = make_workflow(options.workflow, **given), True
     chosen[name] = make_workflow(options.workflow, **given), False
     if options.ignore_exit:
-        chosen["exit ignored"] = make_workflow("gated", exit_gate=False, **given), False
+        chosen["exit ignored"] = make_workflow("gated", **given | {"exit_gate": False}), False
+    if options.compare_ungated:
+        chosen[UNGATED] = MemAgent(), False
     if options.trivial_policies:
-        kept = {key: value for key, value in given.items() if value is not None}
+        kept = {key: value for key, value in given.items() if value is not None and key != "exit_gate"}
         for label, gates in TRIVIAL_GATES.items():
             chosen[label] = ForcedGates(**gates, **kept), False
     return chosen

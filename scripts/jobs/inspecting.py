@@ -134,7 +134,7 @@ def make_trainer(
         train_dataset=pick_row(options, sizes, tokenizer),
         processing_class=tokenizer,
         peft_config=get_peft_config(model),
-        workflow=make_workflow(options.workflow, options.layout, options.instruction, **strict),
+        workflow=make_workflow(options.workflow, layout=options.layout, instruction=options.instruction, **strict),
         turn_reward_funcs=update_reward if gated else None,
     )
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lib.loading import generation_config, load_tokenizer
-from lib.options import ReadingOptions, evaluation_config, fill_in, option, reading_defaults
+from lib.lookup import make_workflow
+from lib.options import OF_A_WORKFLOW, ReadingOptions, evaluation_config, option, reading_defaults, resolve
 from lib.running import INTERRUPTED
 from lib.served import PATIENCE, Served
 from rich.console import Console
@@ -15,7 +16,6 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from turngrpo.data_prep.chunking import chunk_document
-from turngrpo.trainer import GatedMemory
 from turngrpo.trainer.checks import check_rows
 from turngrpo.trainer.evaluation.evaluate import eos_ids
 from turngrpo.trainer.reading.gates import INITIAL_MEMORY
@@ -24,10 +24,8 @@ from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError
 from turngrpo.trainer.sampling.vllm_engine import VllmEngine
 
-DEFAULTS = reading_defaults() | {"layout": "chunk_first"}
-
-
-CONFIG = [name for name in DEFAULTS if name not in ("layout", "instruction")]
+DEFAULTS = reading_defaults()
+CONFIG = [name for name in DEFAULTS if name not in ("workflow", *OF_A_WORKFLOW)]
 
 
 @dataclass
@@ -46,15 +44,17 @@ class ReadArguments(ReadingOptions):
     answer_timeout: float = option(600.0, "Seconds that the server may take for one turn, > 0.")
 
 
-class Watched(GatedMemory):
-    """GatedMemory that tells of every turn when it has ended."""
+class Watched:
+    """A workflow that tells of every turn when it has ended."""
 
-    def __init__(self, on_turn: Callable[[Any, Turn], None], **options: Any):
-        super().__init__(**options)
-        self.on_turn = on_turn
+    def __init__(self, workflow: Any, on_turn: Callable[[Any, Turn], None]):
+        self.workflow, self.on_turn = workflow, on_turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.workflow, name)
 
     def advance(self, state: Any, turn: Turn) -> bool:
-        goes_on = super().advance(state, turn)
+        goes_on = self.workflow.advance(state, turn)
         self.on_turn(state, turn)
         return goes_on
 
@@ -137,6 +137,7 @@ class Reading:
     tokenizer: Any
     engine: Any
     row: dict[str, Any]
+    taken: dict[str, tuple[Any, str]]
 
     @classmethod
     def prepare(cls, options: ReadArguments) -> "Reading":
@@ -155,7 +156,7 @@ class Reading:
         text = read_text(options.document)
         server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
         served = Served.find(server, options.model)
-        fill_in(options, DEFAULTS, options.adapter or served.adapter_folder)
+        taken = resolve(options, DEFAULTS, options.adapter or served.adapter_folder)
         tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
         config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
         ends = eos_ids(tokenizer, generation_config(served.weights))
@@ -163,16 +164,17 @@ class Reading:
         config.max_prompt_length = engine.prompt_limit
         chunks = [{"text": chunk["text"]} for chunk in chunk_document(text, [], tokenizer, config.chunk_size)]
         row = {"id": options.document, "question": options.question, "answers": [], "chunks": chunks}
-        reading = cls(options, config, tokenizer, engine, row)
+        reading = cls(options, config, tokenizer, engine, row, taken)
         check_rows(reading.workflow(lambda state, turn: None), [row], "document", config)
         return reading
 
     def workflow(self, on_turn: Callable[[Any, Turn], None]) -> Watched:
         """Return a bound workflow."""
         options = self.options
-        assert options.layout is not None
-        given = {"layout": options.layout, "instruction": options.instruction, "exit_gate": not options.ignore_exit}
-        workflow = Watched(on_turn, **given)
+        given = {name: getattr(options, name) for name in OF_A_WORKFLOW}
+        if options.ignore_exit:
+            given["exit_gate"] = False
+        workflow = Watched(make_workflow(str(options.workflow), **given), on_turn)
         workflow.bind(self.tokenizer, self.config)
         return workflow
 

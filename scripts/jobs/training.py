@@ -12,7 +12,7 @@ from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
 from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus, sample_rows
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
-from lib.options import option
+from lib.options import OF_A_WORKFLOW, option
 from lib.reporting import RunLog, policies_table, write_curves
 from lib.running import setting_up
 from rich.console import Console
@@ -21,12 +21,14 @@ from transformers import PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, get_peft_config
 
 from turngrpo.data_prep import corpus_facts
+from turngrpo.data_prep.corpus import project_digest
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
-from turngrpo.trainer.checks import check_rollout_engine, check_rows
+from turngrpo.trainer.checks import check_rollout_engine, check_rows, check_weights
 from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, try_rewards
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.export.hub import check_push
 from turngrpo.trainer.export.versions import check_name
+from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.sampling.vllm_engine import check_servers
 
 
@@ -40,6 +42,8 @@ class TrainArguments(ScriptArguments):
     workflow: str = option("gated", "gated, memagent or single_turn.")
     layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
     instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    strict_format: bool | None = option(None, "Reward an unparsed trajectory 0; true for gated.")
+    exit_gate: bool | None = option(None, "Stop where the exit gate says so; true for gated.")
     reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path.")
     turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path.")
     validation_rows: int | None = option(None, "Evaluate on a sample of so many validation rows; all when left out.")
@@ -85,11 +89,13 @@ def prepare(
     turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
     if not rewards:
         raise ValueError(f"--reward_funcs is missing: expected {', '.join(TRAJECTORY_REWARDS)}, or a dotted path")
+    check_weights(config, [reward_name(f) for f in rewards], [reward_name(f) for f in turn_rewards])
     if options.validation_members < 1:
         raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
     if options.quickstart:
         options.instruction = options.instruction or INSTRUCTION
-    workflow = make_workflow(options.workflow, options.layout, options.instruction)
+    given = {name: getattr(options, name) for name in OF_A_WORKFLOW}
+    workflow = make_workflow(options.workflow, **given)
     config.check_workflow_options()
     output = Path(config.output_dir or "").resolve()
     if model_options.use_peft:
@@ -263,7 +269,9 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
 def provenance(run: Run) -> dict[str, Any]:
     """Return what checkpoints and the exported adapter say of this run."""
     corpus = None if run.options.corpus is None else corpus_facts(run.options.corpus)
-    return {"corpus": corpus, "config": {"script": asdict(run.options), "model": asdict(run.model_options)}}
+    projects = set(run.train["project"]) if corpus is not None else set()
+    script = asdict(run.options) | {"train_projects": sorted(map(project_digest, projects))}
+    return {"corpus": corpus, "config": {"script": script, "model": asdict(run.model_options)}}
 
 
 def export(run: Run, trainer: TurnGRPOTrainer, policies: dict[str, Evaluation], folder: Path) -> Path | None:

@@ -16,18 +16,19 @@ GATED_REWARDS = ("answer_reward", "exit_reward", "format_reward")  # the method'
 TRAJECTORY_REWARDS = (*GATED_REWARDS, "answer_contains", "answer_f1", "stock_reward")
 
 
-def make_workflow(name: str, layout: str | None = None, instruction: str | None = None, **options: Any) -> Any:
-    """Return the workflow of a short name; `layout` None is the workflow's own. Raises ValueError for another name."""
-    if name == "single_turn":
-        if layout or instruction:
-            raise ValueError(
-                "--layout and --instruction belong to the workflows gated and memagent: leave them out for single_turn"
-            )
-        return SingleTurn()
+def make_workflow(name: str, **options: Any) -> Any:
+    """Return the workflow of a short name; options that are None are its own. Raises ValueError for another name."""
+    given = {option: value for option, value in options.items() if value is not None}
     if name not in WORKFLOWS:
         raise ValueError(f"--workflow is {name!r}: expected one of {', '.join(WORKFLOWS)}")
-    given = options | {"instruction": instruction} | ({"layout": layout} if layout else {})
-    return GatedMemory(**given) if name == "gated" else MemAgent(**given)
+    if name == "memagent" and given.pop("exit_gate", False):
+        raise ValueError("--exit_gate is true, but memagent has no gates and reads to the end: leave it out")
+    if name == "single_turn" and given:
+        names = ", ".join(f"--{option}" for option in given)
+        raise ValueError(
+            f"{names} belong to the workflows gated and memagent: leave them out, or set --workflow gated"
+        )
+    return {"gated": GatedMemory, "memagent": MemAgent, "single_turn": SingleTurn}[name](**given)
 
 
 def find_rewards(names: Sequence[str] | None, known: Sequence[str], option: str) -> list[Callable[..., Any]]:

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -10,9 +11,14 @@ from typing import Any
 import torch
 import yaml
 from accelerate.utils import parse_flag_from_env
+from rich.markup import escape
+from rich.table import Table
 from trl import TrlParser
 
+from turngrpo.data_prep.corpus import project_digest
 from turngrpo.trainer.config import PAPER_VALUES, TurnGRPOConfig
+from turngrpo.trainer.export.versions import MANIFEST, RUN_FILE
+from turngrpo.trainer.files import read_json
 
 
 def parse_options(kinds: Sequence[Any], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
@@ -47,10 +53,16 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass
 class ReadingOptions:
-    """How a served or loaded model reads; what is left out is filled in by `fill_in`."""
+    """How a served or loaded model reads; what is left out is that of the adapter's training, see `resolve`."""
 
+    workflow: str | None = option(None, "gated or memagent; gated.")
     layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
     instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
+    strict_format: bool | None = option(None, "Reward an unparsed trajectory 0; true for gated.")
+    exit_gate: bool | None = option(None, "Stop where the exit gate says so; true for gated.")
+    chat_template_kwargs: str | None = option(
+        None, "JSON for the chat template, as in '{\"enable_thinking\": false}'."
+    )
     chunk_size: int | None = option(None, "Tokens per chunk of a whole document; 5000.")
     max_prompt_length: int | None = option(None, "Longest prompt in tokens; 8192.")
     max_completion_length: int | None = option(None, "Longest completion in tokens; 2048.")
@@ -60,30 +72,94 @@ class ReadingOptions:
     eval_seed: int | None = option(None, "Seed of the sampling noise, and of a bootstrap; 0.")
 
 
-def reading_defaults(*more: str) -> dict[str, Any]:
-    """Return the defaults of ReadingOptions and `more` fields: TurnGRPOConfig's, the paper's where that has others."""
-    defaults = {one.name: one.default for one in fields(TurnGRPOConfig)} | PAPER_VALUES
-    return {name: defaults.get(name) for name in (*(one.name for one in fields(ReadingOptions)), *more)}
+OF_A_WORKFLOW = ("layout", "instruction", "strict_format", "exit_gate")  # which mean nothing to another one
 
 
-def trained_options(adapter: str | None) -> dict[str, Any]:
-    """Return the options an exported adapter was trained with, by name (its manifest.json); none where it has none."""
-    manifest = Path(adapter or "", "manifest.json")
-    if adapter is None or not manifest.is_file():
-        return {}
-    config = json.loads(manifest.read_text(encoding="utf-8")).get("config") or {}
-    return {**config.get("trainer", {}), **config.get("script", {})}
+def reading_defaults(**more: Any) -> dict[str, Any]:
+    """Return the defaults of ReadingOptions: TurnGRPOConfig's, the paper's where that has others, and `more`."""
+    defaults = {one.name: one.default for one in fields(TurnGRPOConfig)} | PAPER_VALUES | {"workflow": "gated"}
+    return {one.name: defaults.get(one.name) for one in fields(ReadingOptions)} | more
 
 
-def fill_in(options: Any, defaults: Mapping[str, Any], adapter: str | None) -> None:
-    """Set options that were left out to those of the adapter's training, or to the defaults."""
-    trained = trained_options(adapter)
+def trained_with(folder: str | None) -> tuple[dict[str, Any], str | None]:
+    """Return the options that an adapter was trained with, by name, and the file that says so; empty where none does.
+
+    `folder` is an exported version (manifest.json), or a checkpoint or output folder (turngrpo_run.json).
+    """
+    for name in (MANIFEST, RUN_FILE):
+        path = Path(folder or "", name)
+        if folder is not None and path.is_file():
+            config = read_json(path).get("config") or {}
+            found = {**config.get("trainer", {}), **config.get("script", {}), **config.get("reading", {})}
+            return {key: value for key, value in found.items() if value is not None}, str(path)
+    return {}, None
+
+
+def resolve(options: Any, defaults: Mapping[str, Any], folder: str | None) -> dict[str, tuple[Any, str]]:
+    """Set every option that was left out, and return (value, where it came from) of all of them by name.
+
+    In this order: the command line, the file beside the adapter in `folder`, the default. Options of a workflow are
+    taken from an adapter of that workflow alone. A folder without such a file is a warning.
+    """
+    trained, file = trained_with(folder)
+    if folder is not None and file is None:
+        warnings.warn(
+            f"{folder} holds no {MANIFEST} and no {RUN_FILE}: options left out are the defaults, which may not be "
+            "those of its training",
+            stacklevel=2,
+        )
+    taken: dict[str, tuple[Any, str]] = {}
     for name, default in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, trained.get(name, default))
+        value, source = getattr(options, name), "command line"
+        other = name in OF_A_WORKFLOW and trained.get("workflow") not in (None, options.workflow)
+        if value is None and name in trained and not other:
+            value, source = trained[name], str(file)
+        elif value is None:
+            value, source = default, "default"
+        setattr(options, name, value)
+        taken[name] = value, source
+    return taken
+
+
+def sources_table(taken: Mapping[str, tuple[Any, str]]) -> Table:
+    """Return what `resolve` took from where, without what is nothing at all."""
+    table = Table("option", "value", "taken from", title="options")
+    for name, (value, source) in taken.items():
+        if value is not None:
+            text = str(value)
+            table.add_row(name, escape(text if len(text) <= 60 else f"{text[:60]}..."), escape(source))
+    return table
+
+
+def check_held_out(rows: Sequence[Mapping[str, Any]], folder: str | None) -> None:
+    """Refuse rows of projects that the adapter in `folder` was trained on, where the file beside it says on which."""
+    known, file = trained_with(folder)
+    trained = set(known.get("train_projects") or [])
+    shared = sorted({row["project"] for row in rows if project_digest(row["project"]) in trained})
+    if shared:
+        raise ValueError(
+            f"{len(shared)} of the projects to evaluate on were trained on ({', '.join(map(repr, shared[:5]))}), says "
+            f"{file}: leave --split_seed and --validation_fraction out, choose --split validation, or give "
+            "--allow_overlap"
+        )
+
+
+def template_options(text: Any) -> dict[str, Any] | None:
+    """Return --chat_template_kwargs as the object that its JSON says; ValueError for anything else."""
+    if text is None or isinstance(text, dict):
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--chat_template_kwargs is {text!r}: expected a JSON object ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"--chat_template_kwargs is {text!r}: expected a JSON object")
+    return found
 
 
 def evaluation_config(**values: Any) -> TurnGRPOConfig:
     """Return a config that only evaluates: nothing is written, no training precision is asked for."""
+    if "chat_template_kwargs" in values:
+        values["chat_template_kwargs"] = template_options(values["chat_template_kwargs"])
     fixed: dict[str, Any] = {"output_dir": "unused", "bf16": False, "gradient_checkpointing": False}
     return TurnGRPOConfig(**(fixed | values), report_to="none", use_cpu=not torch.cuda.is_available())

@@ -183,7 +183,7 @@ def test_servers_that_cannot_read(model, document, monkeypatch):
         with pytest.raises(SetupError, match=f"does not serve 'other' .it lists '{model}'.*`other` does not exist"):
             read_document.main(unknown)
         url = server.url
-    with pytest.raises(SetupError, match=f"{url}/v1/models cannot be reached .* 0.5 seconds"):
+    with pytest.raises(SetupError, match=f"{url}/v1/models has been out of reach .* 0.5 seconds"):
         read_document.main(arguments(server, document))
 
 

@@ -10,6 +10,13 @@ from huggingface_hub import HfApi
 from turngrpo.trainer.export.hub import push_version
 from turngrpo.trainer.export.versions import RUN_FILE, evaluation_at, export_adapter, has_trained_adapter, run_facts
 
+SHORT_NAMES = {"GatedMemory": "gated", "MemAgent": "memagent", "SingleTurn": "single_turn"}
+WORKFLOW_OPTIONS = ("layout", "instruction", "strict_format", "exit_gate")
+READING_LIMITS = (
+    "chunk_size max_prompt_length max_completion_length max_memory_tokens chat_template_kwargs reward_weights "
+    "turn_reward_weights"
+).split()
+
 
 def is_private(args: Any, private: bool | None) -> bool:
     """Whether a repository is made private: as told by `private`, else by args.hub_private_repo, else yes."""
@@ -33,8 +40,15 @@ class Exporter:
     def facts(self, update: int) -> dict[str, Any]:
         """Return what a version says of the run after `update` updates."""
         config = {"workflow": type(self.workflow).__name__, "trainer": self.args.to_dict()}
-        config |= self.provenance.get("config", {})
+        config |= {"reading": self._reading()} | self.provenance.get("config", {})
         return {"corpus": self.provenance.get("corpus"), "config": config, "update": update}
+
+    def _reading(self) -> dict[str, Any]:
+        """Return how the workflow reads, in resolved values by the names of the scripts' options."""
+        workflow = SHORT_NAMES.get(type(self.workflow).__name__, type(self.workflow).__name__)
+        names = [name for name in WORKFLOW_OPTIONS if hasattr(self.workflow, name)]
+        values = {name: getattr(self.workflow, name) for name in names}
+        return {"workflow": workflow} | values | {name: getattr(self.args, name) for name in READING_LIMITS}
 
     def save_facts(self, folder: str | Path, update: int) -> None:
         """Write beside a saved adapter what its export will say of the run; nothing without an adapter."""
