@@ -96,7 +96,9 @@ scripts/jobs/inspecting.py
     trl.GRPOTrainer()._buffered_inputs
     trl.GRPOTrainer().epsilon_high
     trl.GRPOTrainer().epsilon_low
+    trl.GRPOTrainer().lr_scheduler
     trl.GRPOTrainer().model
+    trl.GRPOTrainer().optimizer
     trl.GRPOTrainer().processing_class
     trl.GRPOTrainer().reward_func_names
     trl.GRPOTrainer().temperature

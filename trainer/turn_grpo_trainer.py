@@ -258,7 +258,8 @@ class TurnGRPOTrainer(GRPOTrainer):
             engine.refresh()
             own = collect(self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn)
         self.update_log.add_cost("tokens/generation", engine.counts.total - sampled)
-        per_func, per_turn = self._call_rewards(own)
+        with self.update_log.timed("rewards"):
+            per_func, per_turn = self._call_rewards(own)
         everyone, share = gather_parts(own, lambda: [outline(t, trajectory_measures(t)) for t in own])
         if limit is not None and len(everyone) > limit - before:
             everyone = everyone[: limit - before]
@@ -287,18 +288,20 @@ class TurnGRPOTrainer(GRPOTrainer):
     def _write_down(self, rollout: ScoredRollout) -> None:
         """Put a fresh rollout on disk before it is trained on."""
         ledger = self._ledger or self._open_ledger(0)
-        if ledger is not None:
+        if ledger.folder is None:
+            ledger.record(rollout.iteration, [])
+        else:
             trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
             seconds = self.update_log.pending_costs["time/generation"]
-            rows = self._rows(rollout, policy_digest=tensors_digest(trained), seconds=seconds)
+            with self.update_log.timed("digests"):
+                digest = tensors_digest(trained)
             with self.update_log.timed("saving"):
-                ledger.record(rollout.iteration, rows)
+                ledger.record(rollout.iteration, self._rows(rollout, policy_digest=digest, seconds=seconds))
 
-    def _open_ledger(self, position: int) -> Ledger | None:
-        if self.args.ledger:
-            folder, process = Path(self.args.output_dir) / "rollouts", self.accelerator.process_index
-            self._ledger = Ledger(folder, position, process)
-            self.accelerator.wait_for_everyone()
+    def _open_ledger(self, position: int) -> Ledger:
+        folder = Path(self.args.output_dir) / "rollouts" if self.args.ledger else None
+        self._ledger = Ledger(folder, position, self.accelerator.process_index)
+        self.accelerator.wait_for_everyone()
         return self._ledger
 
     def _rows(self, rollout: ScoredRollout, **columns: Any) -> list[dict[str, Any]]:
@@ -333,10 +336,10 @@ class TurnGRPOTrainer(GRPOTrainer):
         first = self._step % (self.args.steps_per_generation * self.num_iterations)
         with local_leaves(self.model, self._gradients) if apart else contextlib.nullcontext():
             for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
-                loss = self.compute_loss(model, self._microbatch(part, rows, batch, scores))
-                if first < self.args.gradient_accumulation_steps:
-                    self._compare_behavior(rollout, rows, batch, scores.logprobs.detach())
                 with self.update_log.timed("optimisation"):
+                    loss = self.compute_loss(model, self._microbatch(part, rows, batch, scores))
+                    if first < self.args.gradient_accumulation_steps:
+                        self._compare_behavior(rollout, rows, batch, scores.logprobs.detach())
                     loss.backward() if apart else self.accelerator.backward(loss)
                 total += loss.detach()
         return total
@@ -571,7 +574,7 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _restore_run(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
-        self._open_ledger(state["ledger_position"])
+        self._open_ledger(-(-self._step // (self.args.steps_per_generation * self.num_iterations)))
         if state["rollout"] is not None:
             self._buffered_inputs = self._slices(restore_rollout(state["rollout"]))
         self.completion_log.restore(state["logs"])

@@ -8,6 +8,7 @@ import torch
 from lib.loading import load_model, load_tokenizer, read_corpus
 from lib.lookup import make_workflow
 from lib.options import option
+from lib.schedule import adamw
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -55,11 +56,13 @@ class UpdateArguments:
     """How the group is sampled and the update made; the defaults are the laboratory's."""
 
     num_generations: int = option(4, "Responses of the group, >= 2.")
-    learning_rate: float = option(1e-6, "Learning rate of the update.")
+    learning_rate: float = option(1e-6, "Peak learning rate of the run whose first update this is.")
+    updates: int = option(200, "Updates of that run: its schedule gives the first one's rate, a 20th of the peak.")
     beta: float = option(0.02, "Coefficient of the exact KL to the policy as it was.")
     weight_decay: float = option(0.01, "Weight decay of AdamW.")
     loss_type: str = option("grpo", "grpo, group or dapo.")
     scale_rewards: str = option("group", "none, group or batch.")
+    max_prompt_length: int = option(256, "Longest prompt in tokens.")
     max_completion_length: int = option(64, "Longest response in tokens.")
     seed: int = option(0, "Seed of the sampling noise.")
     chunk_size: int = option(5000, "Tokens per chunk where the corpus holds whole documents.")
@@ -113,9 +116,12 @@ def make_trainer(
         rewards = given
     strict = {"strict_format": numbers is None} if gated else {}  # strict format would overrule given rewards
     tokenizer = load_tokenizer(model.model_name_or_path, model.model_revision)
+    if sizes.updates < 1:
+        raise ValueError(f"--updates is {sizes.updates}: expected 1 or more")
+    numbers_of = {name: value for name, value in asdict(sizes).items() if name != "updates"}
     config = TurnGRPOConfig(
         output_dir=folder,
-        **asdict(sizes),
+        **numbers_of,
         per_device_train_batch_size=count,
         max_steps=1,
         lr_scheduler_type="constant",
@@ -127,7 +133,7 @@ def make_trainer(
         bf16=False,
         gradient_checkpointing=False,
     )
-    return TurnGRPOTrainer(
+    trainer = TurnGRPOTrainer(
         model=load_model(model),
         reward_funcs=rewards,
         args=config,
@@ -137,6 +143,9 @@ def make_trainer(
         workflow=make_workflow(options.workflow, layout=options.layout, instruction=options.instruction, **strict),
         turn_reward_funcs=update_reward if gated else None,
     )
+    made = adamw(trainer.model, sizes.learning_rate, sizes.updates, sizes.weight_decay)
+    trainer.optimizer, trainer.lr_scheduler = made
+    return trainer
 
 
 def update(trainer: TurnGRPOTrainer) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from datasets import Dataset
 from lib.loading import load_model, load_tokenizer
 from lib.output import write_json
 from lib.reporting import RunLog, make_console
+from lib.schedule import adamw
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, SFTConfig
@@ -29,28 +30,9 @@ LISTED = 20  # examples in a message
 GRPO_COLUMNS = {"reward": "reward", "frac_reward_zero_std": "equal rewards", "loss": "loss"}
 
 
-def learning_rate_factor(update: int, updates: int, warmup: float, final: float) -> float:
-    """Return the learning rate of an update (from 0) over its peak: up to 1 in the warm-up, then linear to `final`.
-
-    (k + 1) / w for k < w = max(1, int(warmup * updates)), then 1 - (1 - final) * min(1, (k - w) / max(1, updates - w
-    - 1)): the first update moves, the last of the warm-up and the one after it have the peak, the last of all `final`.
-
-    >>> [round(learning_rate_factor(k, 20, 0.1, 0.1), 3) for k in (0, 1, 2, 3, 19)]
-    [0.5, 1.0, 1.0, 0.947, 0.1]
-    """
-    rising = max(1, int(warmup * updates))
-    if update < rising:
-        return (update + 1) / rising
-    return 1 - (1 - final) * min(1, (update - rising) / max(1, updates - rising - 1))
-
-
 def optimizers(model: torch.nn.Module, peak: float, updates: int, config: LabConfig) -> tuple[Any, Any]:
-    """Return AdamW with weight decay on every parameter, and its schedule."""
-    adamw = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=config.weight_decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        adamw, lambda update: learning_rate_factor(update, updates, config.warmup, config.final)
-    )
-    return adamw, schedule
+    """Return the optimizer and the schedule of a branch."""
+    return adamw(model, peak, updates, config.weight_decay, config.warmup, config.final)
 
 
 class Checkpoints(TrainerCallback):

@@ -320,3 +320,14 @@ def test_load_best_and_rotation_see_only_whole_checkpoints(tmp_path):
     trainer = run(tmp_path, **options)
     names = sorted(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name)
     assert set(names) == {"checkpoint-4", Path(trainer.state.best_model_checkpoint).name}
+
+
+@pytest.mark.parametrize("ledger", [True, False])
+def test_no_rollout_is_optimised_twice_with_or_without_a_ledger(ledger, tmp_path):
+    trainer = make_trainer(tmp_path, ledger=ledger, max_steps=2)
+    trainer.train()
+    rollout = trainer._buffered_inputs[0].rollout
+    assert rollout.iteration == 1
+    with pytest.raises(ValueError, match="iteration 1 cannot be recorded: .* holds 2 iterations, so that 2 is next"):
+        trainer._write_down(rollout)
+    assert (tmp_path / "rollouts").exists() == ledger

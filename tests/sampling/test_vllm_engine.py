@@ -59,6 +59,20 @@ def requests(count=4):
 # ---- training ----
 
 
+def test_what_an_earlier_life_left_is_removed_at_the_start_and_nothing_of_others(folder, tmp_path):
+    with serving(folder) as server:
+        killed = trainer_on(server.url, folder, tmp_path / "mine", vllm_adapter_dir=str(tmp_path / "shared"))
+        left = killed.engine.adapter.name  # as SIGKILL leaves it: loaded, and on disk
+        killed.engine.adapter._loaded.clear()
+        other = trainer_on(server.url, folder, tmp_path / "other", vllm_adapter_dir=str(tmp_path / "shared"))
+        others = other.engine.adapter.name
+        (tmp_path / "shared" / f".partial-{left}").mkdir()
+        again = trainer_on(server.url, folder, tmp_path / "mine", vllm_adapter_dir=str(tmp_path / "shared"))
+        mine = again.engine.adapter.name
+        assert set(server.adapters) == {others, mine} and left not in (others, mine)
+        assert {path.name for path in (tmp_path / "shared").iterdir()} == {others, mine}
+
+
 def test_every_rollout_is_sampled_from_the_adapter_as_it_is(folder, tmp_path):
     with serving(folder) as server:
         trainer = trainer_on(server.url, folder, tmp_path, max_steps=3)

@@ -2,11 +2,14 @@
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import inspect_group
 import pytest
 from jobs import inspecting, quickstart
+from lib import options as options_module
 from lib import running
+from trl import ModelConfig
 
 from turngrpo.data_prep import build_needle_corpus, stock_arithmetic, write_corpus
 
@@ -37,7 +40,20 @@ def inspect(tiny, folder, *more):
 
 def test_log_probabilities_before_are_the_recorded_ones_and_after_follow_the_advantage(tiny, tmp_path, capsys):
     report = inspect(
-        tiny, tmp_path, "--row", "3", "--rewards", "1", "0", "1", "0", "--learning_rate", "1e-3", "--tokens"
+        tiny,
+        tmp_path,
+        "--row",
+        "3",
+        "--rewards",
+        "1",
+        "0",
+        "1",
+        "0",
+        "--learning_rate",
+        "1e-3",
+        "--updates",
+        "1",
+        "--tokens",
     )
     turns, shown = report["turns"], capsys.readouterr().out
     assert [turn["member"] for turn in turns] == [0, 1, 2, 3]
@@ -59,7 +75,7 @@ def test_log_probabilities_before_are_the_recorded_ones_and_after_follow_the_adv
 
 
 def test_ratio_and_clip_are_those_of_the_surrogate(tiny, tmp_path):
-    report = inspect(tiny, tmp_path, "--rewards", "1", "0", "1", "0", "--learning_rate", "3e-3")
+    report = inspect(tiny, tmp_path, "--rewards", "1", "0", "1", "0", "--learning_rate", "3e-3", "--updates", "1")
     tokens = [(turn["advantage"], token) for turn in report["turns"] for token in turn["tokens"]]
     for advantage, token in tokens:
         assert token["ratio"] == pytest.approx(2.718281828459 ** (token["after"] - token["behavior"]))
@@ -78,7 +94,7 @@ def test_json_holds_everything(tiny, tmp_path, monkeypatch):
     assert report["expected"] == row["problem"]["final_stock"] and report["problem"] == row["prompt"][0]["content"]
     assert report["options"]["num_generations"] == 2 == len(report["turns"])
     assert report["options"]["model"] == str(tiny / "model") and report["options"]["beta"] == 0.02
-    assert report["update"]["learning_rate"] == 1e-6 and report["update"]["behavior_gap/max"] < 2e-4
+    assert report["update"]["behavior_gap/max"] < 2e-4
     ledger = {
         "id",
         "row_id",
@@ -103,7 +119,21 @@ def test_equal_rewards_teach_nothing(tiny, tmp_path, capsys):
     assert "all rewards equal: advantages 0, only KL and weight decay move the policy" in capsys.readouterr().out
     assert report["update"]["grad_norm"] == 0 and {turn["change"] for turn in report["turns"]} == {0}
     # 0.1 * 0.1: every decayed weight loses a hundredth, and the policy moves without any signal.
-    same = ("--rewards", "1", "1", "1", "1", "--learning_rate", "0.1", "--weight_decay", "0.1", "--beta", "0")
+    same = (
+        "--rewards",
+        "1",
+        "1",
+        "1",
+        "1",
+        "--learning_rate",
+        "0.1",
+        "--updates",
+        "1",
+        "--weight_decay",
+        "0.1",
+        "--beta",
+        "0",
+    )
     report = inspect(tiny, tmp_path, *same)
     assert "all rewards equal" in capsys.readouterr().out
     assert report["update"]["grad_norm"] == 0
@@ -162,3 +192,16 @@ def test_faults_are_named(tiny, changes, message):
 def test_a_file_that_cannot_be_written_is_named(tiny, tmp_path):
     with pytest.raises(running.SetupError, match="Is a directory"):
         inspect_group.main(arguments(tiny, "--json", str(tmp_path)))
+
+
+def test_the_update_is_the_first_of_the_laboratorys(tiny, tmp_path):
+    """Of 200 updates 20 warm up: the first has a 20th of the peak; AdamW decays norms too, as torch's does."""
+    with TemporaryDirectory() as folder:
+        options, sizes, model = options_module.parse_options(
+            [inspecting.InspectArguments, inspecting.UpdateArguments, ModelConfig], arguments(tiny)
+        )
+        trainer = inspecting.make_trainer(options, sizes, model, folder)
+    assert trainer.lr_scheduler.get_last_lr() == [pytest.approx(1e-6 / 20)]
+    (group,) = trainer.optimizer.param_groups
+    assert group["weight_decay"] == 0.01 and len(group["params"]) == len(list(trainer.model.parameters()))
+    assert (sizes.max_prompt_length, sizes.max_completion_length) == (256, 6)

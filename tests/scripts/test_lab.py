@@ -17,7 +17,8 @@ import torch
 from lab import data, experiment, stages, testing, training
 from lab.archive import archive_state, unpacked_state
 from lab.config import LabConfig
-from lab.training import Checkpoints, learning_rate_factor, optimizers
+from lab.training import Checkpoints, optimizers
+from lib.schedule import learning_rate_factor
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig

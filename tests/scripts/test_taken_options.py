@@ -78,9 +78,7 @@ def test_projects_that_were_trained_on_are_not_evaluated_on(tmp_path):
     folder = adapter(tmp_path / "v", train_projects=digests)
     check_held_out([{"project": "other"}], folder)
     check_held_out([{"project": "acme"}], None)
-    with pytest.raises(
-        ValueError, match=r"1 of the projects .* were trained on \('acme'\), says .*manifest"
-    ):
+    with pytest.raises(ValueError, match=r"1 of the projects .* were trained on \('acme'\), says .*manifest"):
         check_held_out([{"project": "acme"}, {"project": "other"}], folder)
     assert "acme" not in (tmp_path / "v" / "manifest.json").read_text()
 

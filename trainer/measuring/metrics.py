@@ -21,6 +21,8 @@ COST_NAMES = (
     "time/scoring",
     "time/reference",
     "time/optimisation",
+    "time/rewards",
+    "time/digests",
     "time/saving",
 )
 

@@ -15,6 +15,12 @@ from turngrpo.trainer.objective.iteration import MicroBatch, ScoredRollout
 COMPLETION_COLUMNS = ("prompt", "completion", "advantages")
 
 
+def synchronize() -> None:
+    """Wait for the accelerator, where there is one: a clock that is read before it has ended measures nothing."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
 class UpdateLog:
     """Means, peaks and costs of one update, gathered from all processes into TRL's metrics.
 
@@ -34,9 +40,11 @@ class UpdateLog:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of what runs inside to `time/<name>`."""
+        """Add the seconds of what runs inside to `time/<name>`, what it left to an accelerator included."""
+        synchronize()
         started = time.perf_counter()
         yield
+        synchronize()
         self.add_cost(f"time/{name}", time.perf_counter() - started)
 
     def add_cost(self, name: str, amount: float) -> None:
@@ -211,7 +219,9 @@ class OptimizerTimer(TrainerCallback):
         self.log = log
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        synchronize()
         self.started = time.perf_counter()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        synchronize()
         self.log.add_cost("time/optimisation", time.perf_counter() - self.started)

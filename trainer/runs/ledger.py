@@ -60,12 +60,12 @@ class Ledger:
 
     A fresh run moves a ledger that it finds aside, and so does a resume with whatever a killed run wrote after the
     checkpoint: nothing is deleted, and nothing of another history is counted. Every process writes files of its own;
-    process 0 moves aside for all, before any of them records.
+    process 0 moves aside for all, before any of them records. Without a folder nothing is written, and counted alike.
     """
 
-    def __init__(self, folder: str | Path, position: int = 0, process: int = 0):
-        self.folder, self.position, self.process = Path(folder), position, process
-        if process:
+    def __init__(self, folder: str | Path | None, position: int = 0, process: int = 0):
+        self.folder, self.position, self.process = None if folder is None else Path(folder), position, process
+        if process or self.folder is None:
             return
         later = [path for path in sorted(self.folder.glob("iteration_*.parquet")) if _iteration(path) >= position]
         if later:
@@ -75,16 +75,14 @@ class Ledger:
             for path in later:
                 os.replace(path, aside / path.name)
 
-    def record(self, iteration: int, rows: list[dict[str, Any]]) -> Path:
+    def record(self, iteration: int, rows: list[dict[str, Any]]) -> None:
         """Write an iteration's rows before its first update; ValueError for one that is recorded already."""
         if iteration != self.position:
-            raise ValueError(
-                f"iteration {iteration} cannot be recorded: {self.folder} holds {self.position} iterations, so that "
-                f"{self.position} is next; a rollout is optimised once"
-            )
-        path = write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))
+            held = f"{self.folder or 'the run'} holds {self.position} iterations, so that {self.position} is next"
+            raise ValueError(f"iteration {iteration} cannot be recorded: {held}; a rollout is optimised once")
+        if self.folder is not None:
+            write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))
         self.position += 1
-        return path
 
 
 def save_nonfinite(rows: list[dict[str, Any]], output_dir: str | Path, iteration: int, process: int = 0) -> Path:

@@ -6,8 +6,8 @@ from typing import Any
 
 from turngrpo.trainer.awaiting import gather_all, run_async
 from turngrpo.trainer.reading.rollout import Completion, Request, TokenCounts, check_prompts
-from turngrpo.trainer.sampling.server import RefusedRequest, Server, Session, served_models
-from turngrpo.trainer.sampling.vllm_engine import FULL_SUPPORT, VllmEngine, request_seed
+from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError, Session, in_short, served_models
+from turngrpo.trainer.sampling.vllm_engine import FULL_SUPPORT, VllmEngine, counted, first_choice, naming, request_seed
 
 APIS = ("auto", "completions", "chat")
 
@@ -52,13 +52,18 @@ class ChatEngine:
             "top_p": self.top_p,
             "seed": request_seed(request.key) % 2**31,  # servers differ in how many bits they take
         }
-        answer = await session.ask("/v1/chat/completions", body)
-        choice, usage = answer["choices"][0], answer.get("usage") or {}
-        text, ended = choice["message"].get("content") or "", choice.get("finish_reason") == "stop"
+        with naming(request):
+            answer = await session.ask("/v1/chat/completions", body)
+            choice, usage = first_choice(answer, session.server), counted(answer.get("usage"))
+            text = counted(choice.get("message")).get("content") or ""
+            if not isinstance(text, str):
+                raise ServerError(f"{session.server.base_url} answered {in_short(text)}, expected a message of text")
+        ended = choice.get("finish_reason") == "stop"
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         ids = [*ids, self.tokenizer.eos_token_id] if ended else ids
-        self.counts.suffix += usage.get("prompt_tokens", 0)
-        self.counts.decode += usage.get("completion_tokens", len(ids))
+        tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        self.counts.suffix += tokens[0] if isinstance(tokens[0], int) else 0
+        self.counts.decode += tokens[1] if isinstance(tokens[1], int) else len(ids)
         return Completion(ids, [], "eos" if ended else "length", text)
 
 
@@ -91,7 +96,7 @@ def connect(server: Server, model: str, tokenizer: Any, config: Any, eos_ids: Se
         trial = {"model": model, "prompt": [tokenizer.eos_token_id], "max_tokens": 1, "logprobs": 0}
         try:
             answer = server.ask("/v1/completions", trial | FULL_SUPPORT | {"return_token_ids": True})
-            if answer["choices"][0].get("token_ids"):
+            if first_choice(answer, server).get("token_ids"):
                 return VllmEngine(servers=[server], eos_ids=eos_ids, **sampling)
             refusals.append("/v1/completions returns no token ids")
         except RefusedRequest as refusal:

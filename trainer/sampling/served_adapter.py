@@ -1,6 +1,7 @@
 """The trained adapter on running vLLM servers: saved, loaded and unloaded as the policy changes."""
 
 import contextlib
+import hashlib
 import os
 import shutil
 import uuid
@@ -19,16 +20,23 @@ from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError
 CLEAN_UP_TIMEOUT = 5.0
 
 
+def run_digest(run: str) -> str:
+    """Return 12 hexadecimal digits that name a run."""
+    return hashlib.sha256(run.encode()).hexdigest()[:12]
+
+
 class ServedAdapter:
     """The trained adapter of a PEFT model, as it is now, on every server.
 
     Each state is saved whole into a folder of its own under `folder`, which the servers must be able to read, and
-    loaded under a name of its own: a server that is given a used name or path may go on with the old weights.
+    loaded under a name of its own: a server that is given a used name or path may go on with the old weights. `run`
+    names the run through all its lives: what an earlier one that was killed left is removed before the first push.
     """
 
-    def __init__(self, model: Any, servers: Sequence[Server], folder: str | os.PathLike[str]):
+    def __init__(self, model: Any, servers: Sequence[Server], folder: str | os.PathLike[str], run: str | None = None):
         self.model, self.servers, self.folder = model, servers, Path(folder).resolve()
-        self.run, self.count = f"turngrpo-{uuid.uuid4().hex[:12]}", 0
+        self.owner = f"turngrpo-{run_digest(run or str(self.folder))}-"
+        self.run, self.count = f"{self.owner}{uuid.uuid4().hex[:8]}", 0
         self.name: str | None = None  # what is served now, and the digest of its weights
         self._digest = ""
         self._loaded: list[tuple[str, Path]] = []  # on the servers and on disk, process 0
@@ -54,6 +62,8 @@ class ServedAdapter:
         digest = tensors_digest(trained)
         if self.name is not None and digest == self._digest:
             return self.name
+        if self.count == 0:
+            self._remove_left_over()
         self.count += 1
         name = f"{self.run}-{self.count:05d}"
         path, partial = self.folder / name, self.folder / f".partial-{name}"
@@ -68,17 +78,27 @@ class ServedAdapter:
         for old in self._loaded[:-1]:
             for server in self.servers:
                 with contextlib.suppress(RefusedRequest):  # a server that started again has lost it
-                    server.ask("/v1/unload_lora_adapter", {"lora_name": old[0]}, retry=False)
+                    server.ask("/v1/unload_lora_adapter", {"lora_name": old[0]}, retry=False, expected=None)
             shutil.rmtree(old[1])
             self._loaded.remove(old)
         self._digest = digest
         return name
 
+    def _remove_left_over(self) -> None:
+        """Unload and delete the adapters of this run's earlier lives."""
+        for server in self.servers:
+            for card in served_models(server):
+                if card["id"].startswith(self.owner):
+                    with contextlib.suppress(RefusedRequest):
+                        server.ask("/v1/unload_lora_adapter", {"lora_name": card["id"]}, retry=False, expected=None)
+        for path in (*self.folder.glob(f"{self.owner}*"), *self.folder.glob(f".partial-{self.owner}*")):
+            shutil.rmtree(path, ignore_errors=True)
+
     def load(self, server: Server, name: str) -> None:
         """Load an adapter under its name into one server, where it may be already; ValueError where that refuses."""
         body = {"lora_name": name, "lora_path": str(self.folder / name)}
         try:
-            server.ask("/v1/load_lora_adapter", body, retry=False)
+            server.ask("/v1/load_lora_adapter", body, retry=False, expected=None)
         except RefusedRequest as error:
             if name in [card["id"] for card in served_models(server)]:
                 return

@@ -5,14 +5,14 @@ import contextlib
 import copy
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turngrpo.trainer.awaiting import gather_all, run_async
 from turngrpo.trainer.reading.rollout import Completion, NoiseKey, Request, TokenCounts, check_prompts
-from turngrpo.trainer.sampling.server import RefusedRequest, Server, Session
+from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError, Session, in_short, listed
 
 if TYPE_CHECKING:
     from turngrpo.trainer.forward.policy import Policy
@@ -36,6 +36,36 @@ def request_seed(key: NoiseKey) -> int:
     """Return 63 bits that depend on a turn's noise key alone, so that a resumed run asks the same."""
     digest = hashlib.sha256(repr(tuple(int(part) for part in key)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextlib.contextmanager
+def naming(request: Request) -> Iterator[None]:
+    """Add row and turn to what a server's error says."""
+    try:
+        yield
+    except (ServerError, RefusedRequest) as error:
+        error.args = (f"{request.label}, turn {request.key.turn}: {error}",)
+        raise
+
+
+def first_choice(answer: dict[str, Any], server: Server) -> dict[str, Any]:
+    """Return the one choice of a completion; ServerError where there is none."""
+    choices = answer.get("choices")
+    if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+        raise ServerError(f"{server.base_url} answered {in_short(answer)}, expected choices with one completion")
+    return choices[0]
+
+
+def counted(value: Any) -> dict[str, Any]:
+    """Return an optional object of an answer, empty where it is none."""
+    return value if isinstance(value, dict) else {}
+
+
+def numbers(values: Any, *kinds: type) -> list[Any]:
+    """Return a list of numbers of these kinds as it is; an empty one for anything else."""
+    if not isinstance(values, list) or any(isinstance(value, bool) for value in values):
+        return []
+    return values if all(isinstance(value, kinds) for value in values) else []
 
 
 @dataclass
@@ -91,37 +121,39 @@ class VllmEngine:
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
         }
-        try:
-            answer = await session.ask("/v1/completions", body)
-        except RefusedRequest as refusal:
-            if refusal.status != 404 or self.adapter is None:
-                raise
-            # The server was started again and has lost it.
-            await asyncio.to_thread(self.adapter.load, session.server, self.model)
-            answer = await session.ask("/v1/completions", body)
-        return self._read(answer, request, session.server)
+        with naming(request):
+            try:
+                answer = await session.ask("/v1/completions", body)
+            except RefusedRequest as refusal:
+                if refusal.status != 404 or self.adapter is None:
+                    raise
+                # The server was started again and has lost it.
+                await asyncio.to_thread(self.adapter.load, session.server, self.model)
+                answer = await session.ask("/v1/completions", body)
+            return self._read(answer, request, session.server)
 
     def _read(self, answer: Any, request: Request, server: Server) -> Completion:
         """Check an answer and return it as what the trainer's own sampler would have recorded."""
-        choice = answer["choices"][0]
-        ids = choice.get("token_ids")
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-        place = f"{request.label}, turn {request.key.turn}, {server.base_url}"
-        if ids is None or logprobs is None or len(ids) != len(logprobs):
-            raise ValueError(
-                f"{place}: expected the sampled token ids with a log-probability each, found choices with "
-                f"{sorted(choice)}; use vLLM 0.11 or later"
+        choice = first_choice(answer, server)
+        ids = numbers(choice.get("token_ids"), int)
+        logprobs = numbers(counted(choice.get("logprobs")).get("token_logprobs"), float, int)
+        if not ids or len(ids) != len(logprobs):
+            raise ServerError(
+                f"{server.base_url}: expected the sampled token ids with a log-probability each, found a choice with "
+                f"{in_short(sorted(choice))}; use vLLM 0.11 or later"
             )
-        if not all(value is not None and math.isfinite(value) for value in logprobs):
+        if not all(map(math.isfinite, logprobs)):
+            place = f"{request.label}, turn {request.key.turn}, {server.base_url}"
             raise FloatingPointError(f"{place}: the log-probabilities are not finite")
         ended = bool(ids) and ids[-1] in self.eos_ids
         if not ended and len(ids) != self.max_new_tokens:
-            raise RuntimeError(
-                f"{place}: the completion ends after {len(ids)} of {self.max_new_tokens} tokens without one of "
-                f"{list(self.eos_ids)} (finish_reason {choice.get('finish_reason')!r})"
+            raise ServerError(
+                f"{server.base_url}: the completion ends after {len(ids)} of {self.max_new_tokens} tokens without one "
+                f"of {list(self.eos_ids)} (finish_reason {choice.get('finish_reason')!r})"
             )
-        usage = answer.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        details = counted(answer.get("usage")).get("prompt_tokens_details")
+        cached = counted(details).get("cached_tokens")
+        cached = cached if isinstance(cached, int) else 0
         self.counts.suffix += len(request.prompt_ids) - cached
         self.counts.decode += len(ids)
         return Completion(ids, logprobs, "eos" if ended else "length")
@@ -150,7 +182,10 @@ class VllmEngine:
 
 def base_models(server: Server) -> list[dict[str, Any]]:
     """Return the cards of a server's models that are no adapters; waits for a server that is starting."""
-    return [card for card in server.ask("/v1/models")["data"] if not card.get("parent")]
+    answer = server.ask("/v1/models")
+    if not isinstance(answer.get("data"), list):
+        raise ServerError(f"{server.base_url}/v1/models lists no models ({in_short(answer)}): expected a vLLM server")
+    return [card for card in listed(answer) if not card.get("parent")]
 
 
 def check_server(server: Server, tokenizer: Any, needed_tokens: int) -> int:
@@ -173,7 +208,7 @@ def check_server(server: Server, tokenizer: Any, needed_tokens: int) -> int:
             f"--max-model-len {needed_tokens}, or lower max_prompt_length or max_completion_length"
         )
     try:
-        server.ask("/v1/unload_lora_adapter", {"lora_name": "turngrpo-check"})
+        server.ask("/v1/unload_lora_adapter", {"lora_name": "turngrpo-check"}, expected=None)
     except RefusedRequest as refusal:
         if "turngrpo-check" not in refusal.reason:  # the route itself is missing
             raise ValueError(
@@ -191,7 +226,7 @@ def _check_vocabulary(server: Server, model: str, tokenizer: Any) -> None:
     try:
         server.ask("/v1/completions", probe)
         text = {"model": model, "prompt": PROBE_TEXT, "add_special_tokens": False}
-        found = server.ask("/tokenize", text)["tokens"]
+        found = server.ask("/tokenize", text).get("tokens")
     except RefusedRequest as refusal:
         raise ValueError(
             f"{server.base_url} does not take token {largest}, the largest of the tokenizer here ({refusal.reason}): "
@@ -227,7 +262,7 @@ def make_vllm_engine(config: Any, policy: "Policy", tokenizer: Any, eos_ids: Seq
         max_new_tokens=config.max_completion_length,
         prompt_limit=prompt_limit,
         temperature=config.temperature,
-        adapter=ServedAdapter(policy.model, servers, folder),
+        adapter=ServedAdapter(policy.model, servers, folder, str(Path(config.output_dir).resolve())),
     )
     engine.verify(policy)
     return engine
