@@ -41,6 +41,9 @@ class SftArguments:
     read_on: float = option(0.0, "Probability in [0, 1) that a gold reading goes on after the last evidence.")
     chunk_size: int = option(5000, "Tokens per chunk where the corpus holds whole documents.")
     max_memory_tokens: int = option(1024, "A memory longer than this is cut, as in training.")
+    allow_changed: list[str] | None = option(
+        None, "What a resume may go on with although it differs, on purpose: names as its refusal says them."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,7 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_output(output)
     if config.process_index == 0:
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
-    trainer = fit(model, tokenizer, examples, names, config, get_peft_config(model_options))
+    lora, allowed = get_peft_config(model_options), options.allow_changed
+    trainer = fit(model, tokenizer, examples, names, config, lora, allow_changed=allowed)
     trainer.save_model(config.output_dir)
     if config.process_index == 0:
         losses = [log for log in trainer.state.log_history if "loss" in log]

@@ -33,7 +33,7 @@ from training import PROMPTS
 from turngrpo.trainer import TurnGRPOConfig
 from turngrpo.trainer.checks import UNUSED_HOOKS
 from turngrpo.trainer.inherited_options import HONOURED_WITH_VLLM, REFUSED
-from turngrpo.trainer.runs.checkpoints import FREE_FIELDS, LENGTH_FIELDS
+from turngrpo.trainer.runs.fingerprint import FREE_FIELDS, LENGTH_FIELDS
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("trl", "transformers", "accelerate", "peft", "deepspeed", "filelock", "huggingface_hub", "torch")

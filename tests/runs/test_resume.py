@@ -21,8 +21,8 @@ from training import PROMPTS, make_trainer, token_reward
 from transformers import TrainerCallback
 
 from turngrpo.trainer import TurnGRPOTrainer
-from turngrpo.trainer.runs.checkpoints import ResumeError
 from turngrpo.trainer.runs.compare import compare_states
+from turngrpo.trainer.runs.proof import ResumeError
 from turngrpo.trainer.runs.resume import EpochSampler
 
 ROOT = Path(__file__).parents[2]
