@@ -13,12 +13,14 @@ launch) the weights are those of one process with the same batch, and process 0 
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus
 from lib.lookup import make_workflow
 from lib.options import option, parse_options
-from lib.output import claim_output, make_output
+from lib.output import claimed_output, make_output
 from lib.running import run_script, setting_up
 from trl import ModelConfig, SFTConfig, get_peft_config
 
@@ -48,9 +50,17 @@ class SftArguments:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
+    with ExitStack() as stack:
+        with setting_up():
+            options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
+            stack.enter_context(claimed_output(config))
+        return imitate(options, config, model_options)
+
+
+def imitate(options: SftArguments, config: SFTConfig, model_options: ModelConfig) -> int:
+    """Do what main says, in an output directory that is held."""
+    output = Path(config.output_dir or "")
     with setting_up():
-        options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
-        output = claim_output(config)
         if (options.corpus is None) == (options.targets is None):
             found = "neither" if options.corpus is None else "both"
             raise ValueError(f"found {found} of --corpus and --targets: expected one of them")

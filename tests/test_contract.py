@@ -168,6 +168,7 @@ scripts/lib/options.py
         separate_remaining_strings)
     trl.TrlParser.set_defaults_with_config(self, kwargs)
 scripts/lib/output.py
+    accelerate.utils.gather_object(object)
     transformers.trainer_utils.get_last_checkpoint(folder)
 scripts/lib/reporting.py
     transformers.TrainerCallback

@@ -55,7 +55,7 @@ def write_proof(folder: Path, step: int, processes: int) -> None:
     }
     content = {"format": FORMAT, "step": step, "processes": processes, "files": files}
     text = json.dumps(content | {"sha256": _own_digest(content)}, indent=1)
-    (folder / PROOF).write_text(text + "\n", encoding="utf-8")
+    (folder / PROOF).write_text(text, encoding="utf-8")  # its last byte counts too
     sync_below(folder)
 
 
@@ -85,7 +85,7 @@ def faults(checkpoint: Path) -> list[str]:
     lines += [f"{name} was not saved with it: take it out" for name in sorted(unlisted - {PROOF, *listed})]
     told = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", checkpoint.name)
     if told and int(told[1]) != step:
-        lines.append(f"it was saved after update {step}, not {told[1]} as its name says")
+        lines.append(f"{PROOF} says that it was saved after update {step}, its name says {told[1]}")
     return [line for line in lines if line]
 
 
