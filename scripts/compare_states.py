@@ -1,10 +1,12 @@
-"""Compare two checkpoints field by field; exits with 1 on any difference.
+"""Compare two checkpoints field by field; exits with 1 on any difference, with 2 where one cannot be read.
 
 python scripts/compare_states.py out/checkpoint-100 resumed/checkpoint-100
 """
 
 import argparse
 import sys
+
+from safetensors import SafetensorError
 
 from turngrpo.trainer.runs.compare import checkpoint_fields, compare_states
 
@@ -16,7 +18,7 @@ def main() -> int:
     options = parser.parse_args()
     try:
         lines = compare_states(options.first, options.second)
-    except FileNotFoundError as error:
+    except (OSError, ValueError, SafetensorError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for line in lines:

@@ -37,7 +37,7 @@ from jobs.evaluating import (
 from lib.loading import load_tokenizer, read_corpus, sample_rows
 from lib.lookup import TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards
 from lib.options import check_held_out, evaluation_config, parse_options, resolve, sources_table
-from lib.output import finite, write_json
+from lib.output import finite, held_file, write_json
 from lib.reporting import make_console, metrics_table, policies_table
 from lib.running import run_script, setting_up
 from lib.served import PATIENCE, Served
@@ -46,16 +46,29 @@ from turngrpo.data_prep import corpus_digest
 from turngrpo.trainer.checks import check_rows, check_weights
 from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, paired_difference, try_rewards
 from turngrpo.trainer.reward_calls import reward_name
+from turngrpo.trainer.runs.proof import prove
 from turngrpo.trainer.sampling.server import Server
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate every policy asked for, print the tables, write the JSON file."""
+    with contextlib.ExitStack() as stack:
+        with setting_up():
+            (options,) = parse_options([EvaluateArguments], arguments)
+            check_options(options)
+            if PartialState().is_main_process:
+                stack.enter_context(held_file(Path(options.output), "--output"))
+            for folder in (options.model, options.adapter):
+                if Path(folder or "").is_dir() and folder:
+                    prove(folder)
+        return evaluate(options)
+
+
+def evaluate(options: EvaluateArguments) -> int:
+    """Do what main says, with an output file that is held."""
     console = make_console()
+    console.quiet = not PartialState().is_main_process
     with setting_up():
-        (options,) = parse_options([EvaluateArguments], arguments)
-        console.quiet = not PartialState().is_main_process
-        check_options(options)
         server = None
         if options.base_url is not None:
             server = Server(options.base_url, patience=PATIENCE, connections=options.concurrency)

@@ -24,6 +24,7 @@ from turngrpo.data_prep import corpus_facts
 from turngrpo.trainer.export.hub import check_push, push_version
 from turngrpo.trainer.export.merge import merge_version
 from turngrpo.trainer.export.versions import MANIFEST, check_name, export_checkpoint, find_checkpoint
+from turngrpo.trainer.runs.proof import prove
 
 
 @dataclass
@@ -66,6 +67,7 @@ def export(options: ExportArguments) -> Path:
     if (given / MANIFEST).is_file():
         return given.resolve()
     checkpoint = find_checkpoint(given).resolve()
+    prove(checkpoint)
     run = checkpoint.parent if checkpoint.name.startswith("checkpoint-") else checkpoint
     name = options.name or run.name
     check_name(name)

@@ -20,6 +20,7 @@ from lab.config import LabConfig
 from lab.experiment import stages
 from lab.stages import Laboratory
 from lib.options import parse_options
+from lib.output import held
 from lib.reporting import make_console
 from lib.running import SetupError, run_script, setting_up
 from rich.markdown import Markdown
@@ -55,8 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     with setting_up():
         options, config = parse(list(sys.argv[1:] if arguments is None else arguments))
+    with setting_up(), held(Path(options.output), "--output"):
         laboratory = Laboratory(Path(options.output), config, console)
-    with setting_up(), laboratory.locked():
         try:
             for stage in stages(config):
                 laboratory.run(stage)

@@ -13,12 +13,14 @@ launch) the weights are those of one process with the same batch, and process 0 
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus
 from lib.lookup import make_workflow
 from lib.options import option, parse_options, template_options
-from lib.output import claim_output, make_output
+from lib.output import claimed_output, make_output
 from lib.running import run_script, setting_up
 from trl import ModelConfig, SFTConfig, get_peft_config
 
@@ -44,13 +46,24 @@ class SftArguments:
     max_memory_tokens: int = option(1024, "A memory longer than this is cut, as in training.")
     template_kwargs: str | None = option(None, "JSON for the chat template, as --chat_template_kwargs of train.py.")
     think: bool = option(False, "Imitate think blocks too: what is asked, and the line that says it or: not here.")
+    allow_changed: list[str] | None = option(
+        None, "What a resume may go on with although it differs, on purpose: names as its refusal says them."
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
+    with ExitStack() as stack:
+        with setting_up():
+            options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
+            stack.enter_context(claimed_output(config))
+        return imitate(options, config, model_options)
+
+
+def imitate(options: SftArguments, config: SFTConfig, model_options: ModelConfig) -> int:
+    """Do what main says, in an output directory that is held."""
+    output = Path(config.output_dir or "")
     with setting_up():
-        options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
-        output = claim_output(config)
         if (options.corpus is None) == (options.targets is None):
             found = "neither" if options.corpus is None else "both"
             raise ValueError(f"found {found} of --corpus and --targets: expected one of them")
@@ -83,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         make_output(output)
     if config.process_index == 0:
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
-    trainer = fit(model, tokenizer, examples, names, config, get_peft_config(model_options))
+    lora, allowed = get_peft_config(model_options), options.allow_changed
+    trainer = fit(model, tokenizer, examples, names, config, lora, allow_changed=allowed)
     trainer.save_model(config.output_dir)
     if config.process_index == 0:
         losses = [log for log in trainer.state.log_history if "loss" in log]

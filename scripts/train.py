@@ -15,13 +15,14 @@ adapters/<name>/v0001.
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from jobs.training import TrainArguments, dry_run, prepare, train
 from lib.options import parse_options
-from lib.output import claim_output, finite, make_output, write_json
+from lib.output import claimed_output, finite, make_output, write_json
 from lib.reporting import make_console
 from lib.running import run_script, setting_up
 from trl import ModelConfig
@@ -46,19 +47,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with TemporaryDirectory() as folder:
                 dry_run(prepare(options, config, model_options, console, Path(folder)))
             return 0
-        output = claim_output(config)
-        run = prepare(options, config, model_options, console, output / "start")
-        make_output(output)
-    summary, trainer = train(run)
-    run.seconds["total"] = time.perf_counter() - started
-    summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
-    path = output / "summary.json"
-    if config.process_index == 0:
-        write_json(path, finite(summary))
-    console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
-    if config.push_to_hub:
+    with ExitStack() as stack:
         with setting_up():
-            trainer.push_to_hub()
+            output = stack.enter_context(claimed_output(config))
+            run = prepare(options, config, model_options, console, output / "start")
+            make_output(output)
+        summary, trainer = train(run)
+        run.seconds["total"] = time.perf_counter() - started
+        summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
+        path = output / "summary.json"
+        if config.process_index == 0:
+            write_json(path, finite(summary))
+        console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
+        if config.push_to_hub:
+            with setting_up():
+                trainer.push_to_hub()
     return 0
 
 

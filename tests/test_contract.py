@@ -33,7 +33,7 @@ from training import PROMPTS
 from turngrpo.trainer import TurnGRPOConfig
 from turngrpo.trainer.checks import UNUSED_HOOKS
 from turngrpo.trainer.inherited_options import HONOURED_WITH_VLLM, REFUSED
-from turngrpo.trainer.runs.checkpoints import FREE_FIELDS, LENGTH_FIELDS
+from turngrpo.trainer.runs.fingerprint import FREE_FIELDS, LENGTH_FIELDS
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("trl", "transformers", "accelerate", "peft", "deepspeed", "filelock", "huggingface_hub", "torch")
@@ -122,10 +122,12 @@ scripts/jobs/training.py
     accelerate.Accelerator().distributed_type
     accelerate.Accelerator().num_processes
     accelerate.Accelerator.autocast(self, autocast_handler)
+    peft.get_peft_model_state_dict(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
     transformers.PrinterCallback
     transformers.ProgressCallback
     trl.GRPOTrainer().accelerator
     trl.GRPOTrainer().model
+    trl.GRPOTrainer().state
     trl.GRPOTrainer.add_callback(self, callback)
     trl.GRPOTrainer.is_world_process_zero(self)
     trl.GRPOTrainer.remove_callback(self, callback)
@@ -170,6 +172,7 @@ scripts/lib/options.py
         separate_remaining_strings)
     trl.TrlParser.set_defaults_with_config(self, kwargs)
 scripts/lib/output.py
+    accelerate.utils.gather_object(object)
     transformers.trainer_utils.get_last_checkpoint(folder)
 scripts/lib/reporting.py
     transformers.TrainerCallback
@@ -377,21 +380,24 @@ trainer/processes.py
 trainer/reward_calls.py
     trl.apply_chat_template(example, processing_class, tools, template_kwargs)
 trainer/runs/checkpoints.py
+    accelerate.Accelerator().is_local_main_process
     accelerate.Accelerator().num_processes
     accelerate.Accelerator().process_index
     accelerate.Accelerator.wait_for_everyone(self)
-    torch.load(f, map_location, weights_only, ...)
+    accelerate.utils.gather_object(object)
     torch.save(obj, f, ...)
-    torch.serialization.safe_globals
+    transformers.Trainer
     transformers.TrainerState().best_model_checkpoint
     transformers.TrainerState().global_step
     transformers.TrainerState().max_steps
     transformers.TrainerState.save_to_json(self, json_path)
     transformers.trainer.TRAINER_STATE_NAME
     transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+    transformers.trainer_utils.get_last_checkpoint(folder)
     transformers.trainer_utils.rotate_checkpoints(output_dir, save_total_limit, best_model_checkpoint, use_mtime,
         checkpoint_prefix)
     trl.GRPOConfig().device
+    trl.GRPOConfig().output_dir
     trl.GRPOConfig().push_to_hub
     trl.GRPOConfig().save_only_model
     trl.GRPOConfig().save_total_limit
@@ -402,11 +408,22 @@ trainer/runs/checkpoints.py
     trl.GRPOTrainer()._tr_loss
     trl.GRPOTrainer().accelerator
     trl.GRPOTrainer().args
+    trl.GRPOTrainer().log_completions
+    trl.GRPOTrainer().lr_scheduler
     trl.GRPOTrainer().model
+    trl.GRPOTrainer().optimizer
+    trl.GRPOTrainer().processing_class
     trl.GRPOTrainer().state
     trl.GRPOTrainer().train_dataset
     trl.GRPOTrainer._get_output_dir(self, trial)
+    trl.GRPOTrainer._load_rng_state(self, checkpoint)
     trl.GRPOTrainer._push_from_checkpoint(self, checkpoint_folder)
+trainer/runs/identity.py
+    transformers.PreTrainedTokenizerBase
+trainer/runs/proof.py
+    torch.load(f, map_location, weights_only, ...)
+    torch.serialization.safe_globals
+    transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 trainer/runs/resume.py
     trl.trainer.utils.RepeatSampler
     trl.trainer.utils.RepeatSampler().batch_size
@@ -429,6 +446,7 @@ trainer/sampling/served_adapter.py
     accelerate.utils.broadcast_object_list(object_list, from_process)
 trainer/turn_grpo_trainer.py
     accelerate.Accelerator().device
+    accelerate.Accelerator().gradient_state
     accelerate.Accelerator().process_index
     accelerate.Accelerator().scaler
     accelerate.Accelerator().sync_gradients
@@ -450,6 +468,7 @@ trainer/turn_grpo_trainer.py
     trl.GRPOConfig().chat_template_kwargs
     trl.GRPOConfig().device
     trl.GRPOConfig().disable_tqdm
+    trl.GRPOConfig().generation_batch_size
     trl.GRPOConfig().gradient_accumulation_steps
     trl.GRPOConfig().hub_model_id
     trl.GRPOConfig().hub_revision
@@ -505,6 +524,7 @@ trainer/turn_grpo_trainer.py
     trl.GRPOTrainer.__init__(self, model, reward_funcs, args, train_dataset, eval_dataset, processing_class,
         reward_processing_classes, callbacks, optimizers, quantization_config, peft_config, tools, rollout_func,
         environment_factory)
+    trl.GRPOTrainer._finalize_training(self, trial, num_train_samples, start_time)
     trl.GRPOTrainer._generate_and_score_completions(self, inputs)
     trl.GRPOTrainer._get_grad_norm(self, model, grad_norm)
     trl.GRPOTrainer._get_train_sampler(self, dataset)
@@ -543,6 +563,7 @@ trainer/warm_start.py
     trl.SFTTrainer().control
     trl.SFTTrainer().model
     trl.SFTTrainer().processing_class
+    trl.SFTTrainer._finalize_training(self, trial, num_train_samples, start_time)
     trl.SFTTrainer._load_rng_state(self, checkpoint)
     trl.SFTTrainer._run_epoch(self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial,
         ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch)

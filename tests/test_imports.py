@@ -26,7 +26,7 @@ ORDER = """
     trainer/sampling    vllm_engine chat_engine
     trainer             reward_calls
     trainer/measuring   __init__ metrics behavior_check update_log
-    trainer/runs        __init__ checkpoints resume ledger compare
+    trainer/runs        __init__ proof identity fingerprint checkpoints resume ledger compare
     trainer/export      __init__ model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates

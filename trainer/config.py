@@ -76,6 +76,11 @@ class TurnGRPOConfig(GRPOConfig):
     )
     vllm_request_timeout: float = _our(600.0, "Seconds that a server may take for one completion, > 0.")
     vllm_concurrent_requests: int = _our(64, "Requests that each process keeps open at each server, >= 1.")
+    allow_changed: list[str] | None = _our(
+        None,
+        "What a resume may go on with although it differs from the checkpoint's, on purpose: names as its refusal "
+        "says them, such as rewards, workflow.layout or learning_rate.",
+    )
     ledger: bool = _our(True, "Write every rollout to output_dir/rollouts as Parquet before training on it.")
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")

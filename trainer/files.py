@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-LOCK = ".lock"
+LOCK, HOLDER = ".lock", ".holder"
 
 
 def sha256(path: Path) -> str:
@@ -41,16 +42,38 @@ def sync_below(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder, which is free again when its process dies, however it dies.
+def locked(folder: Path, wait: bool, name: str = LOCK) -> Iterator[None]:
+    """Hold the lock `name` in a folder, which is free again when its process dies, however it dies.
 
-    With `wait` this waits for another holder; without it another holder is a BlockingIOError.
+    With `wait` this waits for another holder; without it another holder is a BlockingIOError that says which process
+    it is, as that wrote into a file beside the lock.
     """
+    lock, holder = FileLock(folder / name, timeout=-1 if wait else 0), folder / f"{name}{HOLDER}"
     try:
-        with FileLock(folder / LOCK, timeout=-1 if wait else 0):
-            yield
+        lock.acquire()
     except Timeout as error:
-        raise BlockingIOError(f"another process holds {folder}: wait for it to end") from error
+        text = f"another process holds {folder / name if name != LOCK else folder}{_holder(holder)}"
+        raise BlockingIOError(f"{text}: wait for it to end, or choose another place") from error
+    try:
+        holder.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}), encoding="utf-8")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """Return which process holds a lock, as far as it has said so."""
+    try:
+        told = read_json(path)
+    except (OSError, ValueError):
+        return ""
+    return f" (process {told.get('pid')} on {told.get('host')})"
+
+
+def is_lock(path: Path) -> bool:
+    """Whether a file is there for a lock alone, and nobody's result."""
+    return path.name in (LOCK, LOCK + HOLDER)
 
 
 def read_json(path: Path) -> dict[str, Any]:

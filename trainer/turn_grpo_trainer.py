@@ -71,8 +71,11 @@ from turngrpo.trainer.reward_calls import (
     reward_of_model,
 )
 from turngrpo.trainer.runs.checkpoints import ExactCheckpoints
-from turngrpo.trainer.runs.ledger import Ledger, rollout_rows, save_nonfinite
-from turngrpo.trainer.runs.resume import restore_rollout, rollout_state, train_sampler
+from turngrpo.trainer.runs.fingerprint import stream_digest
+from turngrpo.trainer.runs.identity import reward_facts, workflow_facts
+from turngrpo.trainer.runs.ledger import Ledger, ledger_faults, rollout_rows, save_nonfinite
+from turngrpo.trainer.runs.proof import ResumeError
+from turngrpo.trainer.runs.resume import StreamPlace, generators_kept, restore_rollout, rollout_state, train_sampler
 from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
 from turngrpo.trainer.sampling.vllm_engine import make_vllm_engine
 
@@ -99,6 +102,7 @@ class TurnGRPOTrainer(GRPOTrainer):
     _buffered_inputs: Any
     _evaluation: EvaluationLog | None = None  # of the evaluation that is going on
     _ledger: Ledger | None = None
+    _stream = StreamPlace()
 
     @showing_arguments_of(GRPOTrainer.__init__)
     def __init__(
@@ -167,7 +171,9 @@ class TurnGRPOTrainer(GRPOTrainer):
             timed=self.update_log.timed,
             count=lambda name, tokens: self.update_log.add_cost(f"tokens/{name}", tokens),
         )
-        self.checkpoints = ExactCheckpoints(self, self._run_state, self._restore_run, self._run_facts)
+        self.checkpoints = ExactCheckpoints(
+            self, self._run_state, self._restore_run, self._run_facts, self._examine_run, self.args.allow_changed
+        )
         self.exporter = Exporter(self.args, self.model, self.processing_class, workflow)
 
     def _set_up_rewards(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
@@ -298,9 +304,9 @@ class TurnGRPOTrainer(GRPOTrainer):
             with self.update_log.timed("saving"):
                 ledger.record(rollout.iteration, self._rows(rollout, policy_digest=digest, seconds=seconds))
 
-    def _open_ledger(self, position: int) -> Ledger:
+    def _open_ledger(self, position: int, files: Mapping[str, str] | None = None) -> Ledger:
         folder = Path(self.args.output_dir) / "rollouts" if self.args.ledger else None
-        self._ledger = Ledger(folder, position, self.accelerator.process_index)
+        self._ledger = Ledger(folder, position, self.accelerator.process_index, files)
         self.accelerator.wait_for_everyone()
         return self._ledger
 
@@ -319,6 +325,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         with self.whole_weights():
             total = self._train_slice(model, self._prepare_inputs(inputs))
             self._step += 1
+            self._stream.advance(self.accelerator.gradient_state.end_of_dataloader)
             every = self.args.torch_empty_cache_steps
             if every is not None and self.state.global_step % every == 0:
                 clear_device_cache()
@@ -503,7 +510,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             limit = len(rows) * self.num_generations_eval
         self._evaluation = EvaluationLog(limit)
         try:
-            with self.update_log.apart():
+            with self.update_log.apart(), generators_kept():  # what rewards draw in training is theirs alone
                 output: Any = super().evaluation_loop(*args, **kwargs)
                 metrics = self._evaluation.metrics(self.update_log, self.loss_type)
         finally:
@@ -512,16 +519,21 @@ class TurnGRPOTrainer(GRPOTrainer):
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 
-    # ---- runs: replaces GRPOTrainer.train, _get_train_sampler, _run_epoch, _save_checkpoint, _load_rng_state ----
+    # ---- runs: replaces GRPOTrainer.train, _get_train_sampler, and _run_epoch, _save_checkpoint, _load_rng_state,
+    # _finalize_training of transformers' Trainer (5.24) ----
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as GRPOTrainer does; under a workflow the reference must be the same at the end, to the last bit."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as GRPOTrainer does; under a workflow the reference must be the same at the end, to the last bit.
+
+        Raises ResumeError, before anything is loaded, where the run could not go on from the checkpoint.
+        """
         if self.workflow is None:
-            return super().train(*args, **kwargs)
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         self._step, self._buffered_inputs, self._ledger, self.exporter.is_current = 0, None, None, False
-        self.checkpoints.begin()
-        output = super().train(*args, **kwargs)
-        if self._run_facts()["reference"] != self.checkpoints.fingerprint["reference"]:
+        checkpoint, state = self.checkpoints.begin(resume_from_checkpoint)
+        self._stream = StreamPlace(state and state.get("stream"))
+        output = super().train(checkpoint, *args, **kwargs)
+        if self._reference_digest() != self.checkpoints.fingerprint["reference"]:
             raise RuntimeError(
                 "the reference policy changed during training, so KL had a moving target: no callback and no reward "
                 "may write to frozen weights"
@@ -539,11 +551,17 @@ class TurnGRPOTrainer(GRPOTrainer):
         return train_sampler(sampler, lambda: self.state.global_step * self.args.gradient_accumulation_steps)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        place: dict[str, int] | None = {}
         if self.workflow is not None and self.checkpoints.is_finished():
-            self._load_rng_state(kwargs["resume_from_checkpoint"])
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)
+            place, self.control.should_training_stop = None, True
+        elif self.workflow is not None and self._reads_stream:
+            place = self._stream.enter(kwargs["epoch"])
+        if place is not None:
+            super()._run_epoch(*args, **(kwargs | place))
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.nullcontext() if self.workflow is None else self.checkpoints.finishing():
+            return super()._finalize_training(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.workflow is None:
@@ -556,25 +574,62 @@ class TurnGRPOTrainer(GRPOTrainer):
         if self.workflow is not None and checkpoint is not None:
             self.checkpoints.load(checkpoint)
 
-    def _run_facts(self) -> dict[str, Any]:
-        """Return what decides the run's numbers beside config, corpus and initial model."""
+    @property
+    def _reads_stream(self) -> bool:
+        return not hasattr(self.train_dataset, "__len__")
+
+    def _reference_digest(self) -> str | None:
         with self.whole_weights():
-            return {"reference": None if self.reference is None else self.reference.digest()}
+            return None if self.reference is None else self.reference.digest()
+
+    def _run_facts(self) -> dict[str, Any]:
+        """Return what decides the run's numbers beside config, corpus, model and tokenizer."""
+        prompts = self.args.generation_batch_size // self.num_generations
+        corpus = {"corpus": stream_digest(self.train_dataset, prompts)} if self._reads_stream else {}
+        return corpus | {
+            "reference": self._reference_digest(),
+            "rewards": reward_facts(self.reward_funcs, self.reward_func_names, self.reward_processing_classes),
+            "turn_rewards": reward_facts(self.turn_reward_funcs, self.turn_reward_names),
+            "workflow": workflow_facts(self.workflow),
+            "generation": {"eos_token_ids": str(sorted(self.eos_token_ids))},
+        }
 
     def _run_state(self) -> dict[str, Any]:
         """Return what the next iterations depend on, as plain values and tensors."""
         slices: list[TrainingSlice] | None = self._buffered_inputs
+        rollouts = -(-self._step // (self.args.steps_per_generation * self.num_iterations))
         consumed = self._step % (self.args.steps_per_generation * self.num_iterations) == 0
         return {
             "step": self._step,
-            "ledger_position": 0 if self._ledger is None else self._ledger.position,
+            "ledger_position": rollouts,
+            "ledger_files": {} if self._ledger is None else self._ledger.files,
             "rollout": None if slices is None or consumed else rollout_state(slices[0].rollout),
             "logs": self.completion_log.state(),
+            "stream": self._stream.state() if self._reads_stream else None,
         }
+
+    def _examine_run(self, state: dict[str, Any]) -> None:
+        """Raise ResumeError where the ledger is not the checkpoint's, or the place in a stream is not known."""
+        if self._reads_stream and state.get("stream") is None:
+            raise ResumeError(
+                "the checkpoint does not say where its run stood in the train stream, as those of version 0.1.0: "
+                "rows would be read twice; start again, or train on a Dataset"
+            )
+        if not self.args.ledger or "ledger_files" not in state:
+            return
+        folder, process = Path(self.args.output_dir) / "rollouts", self.accelerator.process_index
+        faults = ledger_faults(folder, state["ledger_files"], state["ledger_position"], process)
+        if faults:
+            raise ResumeError(
+                "the rollouts on disk are not those that the checkpoint's run was trained on:\n  "
+                + "\n  ".join(faults)
+                + "\nput back the run's rollouts/, or go on without a ledger (ledger=False, --ledger false)"
+            )
 
     def _restore_run(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
-        self._open_ledger(-(-self._step // (self.args.steps_per_generation * self.num_iterations)))
+        recorded = -(-self._step // (self.args.steps_per_generation * self.num_iterations))
+        self._open_ledger(recorded, state.get("ledger_files"))
         if state["rollout"] is not None:
             self._buffered_inputs = self._slices(restore_rollout(state["rollout"]))
         self.completion_log.restore(state["logs"])

@@ -166,14 +166,15 @@ def check_batches(examples: Dataset, config: SFTConfig) -> None:
 class ExactSFTTrainer(SFTTrainer):
     """trl's SFTTrainer whose resumed runs end identical to uninterrupted ones, to the last bit.
 
+    `allow_changed` names what a resume may go on with although it differs from the checkpoint's, on purpose.
     `seconds` by purpose (optimisation, validation, saving) are kept outside the checkpoints.
     """
 
     _total_train_tokens: int
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, *args: Any, allow_changed: Sequence[str] | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.checkpoints = ExactCheckpoints(self, self._run_state, self._restore_run)
+        self.checkpoints = ExactCheckpoints(self, self._run_state, self._restore_run, allow_changed=allow_changed)
         self.seconds = {"optimisation": 0.0, "validation": 0.0, "saving": 0.0}
 
     @contextmanager
@@ -183,19 +184,19 @@ class ExactSFTTrainer(SFTTrainer):
         yield
         self.seconds[name] += time.perf_counter() - started
 
-    # ---- replaces train, _run_epoch, _save_checkpoint, _load_rng_state of transformers' Trainer (5.24) ----
+    # ---- replaces train, _run_epoch, _save_checkpoint, _load_rng_state, _finalize_training of transformers' Trainer
+    # (5.24) ----
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self.checkpoints.begin()
+        checkpoint, _ = self.checkpoints.begin(resume_from_checkpoint)
         with self.timed("optimisation"):
-            output = super().train(*args, **kwargs)
+            output = super().train(checkpoint, *args, **kwargs)
         self.seconds["optimisation"] -= self.seconds["validation"] + self.seconds["saving"]
         return output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.checkpoints.is_finished():
-            self._load_rng_state(kwargs["resume_from_checkpoint"])
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
@@ -208,6 +209,10 @@ class ExactSFTTrainer(SFTTrainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             self.checkpoints.load(checkpoint)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        with self.checkpoints.finishing():
+            return super()._finalize_training(*args, **kwargs)
 
     def _run_state(self) -> dict[str, Any]:
         return {"train_tokens": self._total_train_tokens}
@@ -259,11 +264,12 @@ def fit(
     validation: Dataset | None = None,
     optimizers: tuple[Any, Any] = (None, None),
     log: TrainerCallback | None = None,
+    allow_changed: Sequence[str] | None = None,
 ) -> ExactSFTTrainer:
     """Train on examples made above through trl's SFTTrainer, nothing cut, loss on completions alone.
 
     `validation` examples give `eval_nll` after every epoch; `optimizers` is (optimizer, scheduler), as in Trainer;
-    `log` replaces transformers' printing.
+    `log` replaces transformers' printing; `allow_changed` is ExactSFTTrainer's.
     """
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     check_lengths(examples, names, min(filter(None, (config.max_length, positions)), default=None))
@@ -277,6 +283,7 @@ def fit(
         peft_config=peft_config,
         callbacks=[*measure, *(callbacks or [])],
         optimizers=optimizers,
+        allow_changed=allow_changed,
     )
     for callback in measure:
         callback.trainer = trainer

@@ -15,8 +15,10 @@ from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rew
 from lib.options import OF_A_WORKFLOW, option
 from lib.reporting import RunLog, policies_table, write_curves
 from lib.running import setting_up
+from peft import get_peft_model_state_dict
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 from transformers import PrinterCallback, ProgressCallback
 from trl import ModelConfig, ScriptArguments, get_peft_config
 
@@ -27,7 +29,8 @@ from turngrpo.trainer.checks import check_rollout_engine, check_rows, check_weig
 from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, try_rewards
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.export.hub import check_push
-from turngrpo.trainer.export.versions import check_name
+from turngrpo.trainer.export.versions import MANIFEST, WEIGHTS, check_name, read_version
+from turngrpo.trainer.forward.policy import TRAINED, tensors_digest
 from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.sampling.vllm_engine import check_servers
 
@@ -274,9 +277,30 @@ def provenance(run: Run) -> dict[str, Any]:
     return {"corpus": corpus, "config": {"script": script, "model": asdict(run.model_options)}}
 
 
+def adapter_name(run: Run) -> str:
+    """Return what the adapter is called."""
+    return run.options.adapter_name or Path(run.config.output_dir or "").resolve().name
+
+
+def same_version(trainer: TurnGRPOTrainer, folder: Path) -> bool:
+    """Whether the newest version of an adapter is the trainer's, as a run that was killed at its end left it."""
+    version = (folder / "latest").resolve()
+    if not (version / MANIFEST).is_file():
+        return False
+    with trainer.whole_weights():
+        own = get_peft_model_state_dict(trainer.model, adapter_name=TRAINED, save_embedding_layers=False)
+        same = tensors_digest(own.items()) == tensors_digest(load_file(version / WEIGHTS).items())
+    if same and read_version(version)["update"] == trainer.state.global_step:
+        trainer.exporter.exported, trainer.exporter.is_current = version, True
+        return True
+    return False
+
+
 def export(run: Run, trainer: TurnGRPOTrainer, policies: dict[str, Evaluation], folder: Path) -> Path | None:
     """Export the adapter; a fully trained model is saved under model/ instead."""
     if run.model_options.use_peft:
+        if run.config.resume_from_checkpoint and same_version(trainer, folder / "adapters" / adapter_name(run)):
+            return trainer.exporter.exported
         before, after = (policies[name].metrics if policies else None for name in ("before", "after"))
         return trainer.export_adapter(run.options.adapter_name, before, after)
     with trainer.whole_weights():

@@ -9,8 +9,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -20,7 +19,7 @@ from typing import Any
 from lib.output import write_json
 from rich.console import Console
 
-from turngrpo.trainer.files import digests, locked, sha256
+from turngrpo.trainer.files import digests, is_lock, sha256
 
 from .config import LabConfig
 
@@ -61,7 +60,7 @@ class Laboratory:
                     f"--output {str(root)!r} holds a run with other options: choose another folder, or give these\n"
                     + "\n".join(changed)
                 )
-        elif any(path.name != ".lock" for path in root.iterdir()):
+        elif not all(map(is_lock, root.iterdir())):
             raise ValueError(f"--output {str(root)!r} is not empty and holds no laboratory: choose a new folder")
         write_json(saved, own)
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
@@ -70,17 +69,6 @@ class Laboratory:
             scripts = str(Path(__file__).parents[1])  # the server itself finds modules by PYTHONPATH alone
             os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [scripts, os.environ.get("PYTHONPATH")]))
             self._processes.set_forkserver_preload(["lab.experiment"])
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder; ValueError where another process does."""
-        try:
-            with locked(self.root, wait=False):
-                yield
-        except BlockingIOError as error:
-            raise ValueError(
-                f"another process is running the laboratory in {self.root}: wait, or choose another --output"
-            ) from error
 
     def run(self, stage: Stage) -> None:
         """Run a stage unless it has finished; RuntimeError where it fails."""

@@ -3,18 +3,22 @@
 import json
 import math
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from accelerate.utils import gather_object
 from transformers.trainer_utils import get_last_checkpoint
+
+from turngrpo.trainer.files import is_lock, locked
 
 
 def _check_output(folder: Path, resumed: bool) -> None:
     """Raise ValueError where the run would write over what another one left; every process sees it as it is found."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--output_dir is {str(folder)!r}, which is a file: expected a folder, or a new name")
-    if folder.is_dir() and any(folder.iterdir()) and not resumed:
+    if not resumed and folder.is_dir() and not all(map(is_lock, folder.iterdir())):
         raise ValueError(
             f"--output_dir {str(folder)!r} is not empty and its results would be overwritten: choose another "
             "--output_dir, remove it, or continue its newest checkpoint with --resume_from_checkpoint true"
@@ -45,16 +49,60 @@ def _resume_folder(given: str | bool | None, output_dir: str | None) -> str | No
     return found
 
 
-def claim_output(config: Any) -> Path:
-    """Return a run's output directory and set the checkpoint that it goes on from; every process must call it.
+@contextmanager
+def held(folder: Path, option: str = "--output_dir") -> Iterator[None]:
+    """Hold a folder against other processes until the end; one that was not there is made, and goes where it is empty.
 
-    Raises ValueError where another run's results would be overwritten, or there is no such checkpoint.
+    Raises ValueError, which names the other process, where it is held.
     """
-    folder = Path(config.output_dir or "")
-    config.resume_from_checkpoint = _resume_folder(config.resume_from_checkpoint, config.output_dir)
-    _check_output(folder, config.resume_from_checkpoint is not None)
-    config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
-    return folder
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} is {str(folder)!r}, which is a file: expected a folder, or a new name")
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder, wait=False))
+        except BlockingIOError as error:
+            raise ValueError(f"{option} {str(folder)!r}: {error}") from error
+        try:
+            yield
+        finally:
+            if is_new and all(map(is_lock, folder.iterdir())):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def held_file(path: Path, option: str) -> Iterator[None]:
+    """Hold a file that will be written against other processes; ValueError, which names the other one, if it is."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(path.resolve().parent, wait=False, name=f".{path.name}.lock"))
+        except BlockingIOError as error:
+            raise ValueError(f"{option} is {str(path)!r}: {error}") from error
+        yield
+
+
+@contextmanager
+def claimed_output(config: Any) -> Iterator[Path]:
+    """Hold a run's output directory to the end, and set the checkpoint that it goes on from; every process must enter.
+
+    Process 0 holds it for all. Raises ValueError where another run is writing there or its results would be
+    overwritten, or there is no such checkpoint.
+    """
+    folder, fault = Path(config.output_dir or ""), None
+    with ExitStack() as stack:
+        if config.process_index == 0:
+            try:
+                stack.enter_context(held(folder))
+            except (ValueError, OSError) as error:
+                fault = str(error)
+        faults = [text for text in gather_object([fault]) if text]
+        if faults:
+            raise ValueError(faults[0])
+        config.resume_from_checkpoint = _resume_folder(config.resume_from_checkpoint, config.output_dir)
+        _check_output(folder, config.resume_from_checkpoint is not None)
+        config.distributed_state.wait_for_everyone()  # nobody writes before everyone has looked
+        yield folder
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -37,7 +37,8 @@ def make_console() -> Console:
 class RunLog(TrainerCallback):
     """Writes every log to `path` as it comes, where there is one, and prints a line at every `every`-th update.
 
-    A resumed run keeps the logs up to its checkpoint; those of the updates after it come again.
+    A resumed run keeps the logs up to its checkpoint; those of the updates after it come again, and so does
+    the sum at the end.
     """
 
     def __init__(self, path: Path | None, console: Console, columns: Mapping[str, str] = COLUMNS, every: int = 1):
@@ -48,7 +49,8 @@ class RunLog(TrainerCallback):
         if self.path is None or not state.is_world_process_zero or not self.path.exists():
             return
         whole = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]  # a kill
-        self.history = [log for log in map(json.loads, whole) if log["update"] <= state.global_step]
+        kept = [log for log in map(json.loads, whole) if log["update"] <= state.global_step]
+        self.history = [log for log in kept if "train_runtime" not in log]
         write_text(self.path, "".join(json.dumps(log) + "\n" for log in self.history))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

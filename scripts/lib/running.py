@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from turngrpo.trainer.reward_calls import RewardError
-from turngrpo.trainer.runs.checkpoints import ResumeError
+from turngrpo.trainer.runs.proof import ResumeError
 from turngrpo.trainer.sampling.server import ServerError
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended

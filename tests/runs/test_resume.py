@@ -21,8 +21,8 @@ from training import PROMPTS, make_trainer, token_reward
 from transformers import TrainerCallback
 
 from turngrpo.trainer import TurnGRPOTrainer
-from turngrpo.trainer.runs.checkpoints import ResumeError
 from turngrpo.trainer.runs.compare import compare_states
+from turngrpo.trainer.runs.proof import ResumeError, write_proof
 from turngrpo.trainer.runs.resume import EpochSampler
 
 ROOT = Path(__file__).parents[2]
@@ -138,10 +138,11 @@ def forget_buffer(monkeypatch):
 
 
 def forget_file(name):
-    """Overwrite a file of the checkpoint with the first one's: an optimizer, scheduler or RNG of another time."""
+    """Put the first checkpoint's file into another, proof and all: an optimizer, scheduler or RNG of another time."""
 
     def forget(monkeypatch, folder, stop):
         shutil.copy(folder / "checkpoint-1" / name, folder / f"checkpoint-{stop}" / name)
+        write_proof(folder / f"checkpoint-{stop}", stop, 1)
 
     return forget
 
@@ -196,7 +197,7 @@ def test_whether_a_run_can_go_on_is_told_before_it_trains(tmp_path):
     with pytest.raises(ResumeError, match="learning_rate: the checkpoint's is 0.01, this run's 0.005"):
         make(tmp_path, learning_rate=5e-3).check_resume(checkpoint)
     (tmp_path / "checkpoint-1" / "turngrpo_state_0.pt").unlink()
-    with pytest.raises(ResumeError, match="has no turngrpo_state_0.pt"):
+    with pytest.raises(ResumeError, match="turngrpo_state_0.pt is missing"):
         make(tmp_path).check_resume(checkpoint)
 
 

@@ -18,6 +18,7 @@ from lab import data, experiment, stages, testing, training
 from lab.archive import archive_state, unpacked_state
 from lab.config import LabConfig
 from lab.training import Checkpoints, optimizers
+from lib.output import held
 from lib.schedule import learning_rate_factor
 from rich.console import Console
 from transformers import AutoModelForCausalLM
@@ -26,6 +27,7 @@ from trl import SFTConfig
 from turngrpo.data_prep import stock_arithmetic
 from turngrpo.trainer.forward.policy import Policy, tensors_digest
 from turngrpo.trainer.runs.compare import compare_states
+from turngrpo.trainer.runs.proof import ResumeError, write_proof
 from turngrpo.trainer.warm_start import completion_nll, fit, target_examples
 
 ROOT = Path(__file__).parents[2]
@@ -331,6 +333,9 @@ def test_sft_leaving_out_any_one_component_shows(component, examples, tmp_path):
     supervised(tmp_path / "b", examples, stop=4)
     ours, old = tmp_path / "b" / "checkpoint-4" / component, tmp_path / "b" / "checkpoint-1" / component
     ours.write_bytes(old.read_bytes())
+    with pytest.raises(ResumeError, match=f"{component} has"):
+        supervised(tmp_path / "b", examples, resume=str(ours.parent))
+    write_proof(ours.parent, 4, 1)
     supervised(tmp_path / "b", examples, resume=str(ours.parent))
     assert compare_states(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6")
 
@@ -448,8 +453,12 @@ def test_a_folder_of_another_run_is_refused(laboratory, tmp_path):
     with pytest.raises(ValueError, match="is not empty and holds no laboratory"):
         stages.Laboratory(tmp_path / "mine", LabConfig(), Console(quiet=True))
     assert os.listdir(tmp_path / "mine") == ["thesis.txt"]
-    again = stages.Laboratory(laboratory.root, LabConfig(), Console(quiet=True))
-    with laboratory.locked(), pytest.raises(ValueError, match="another process is running"), again.locked():
+    held_by = rf"--output .*another process holds .*lab \(process {os.getpid()} on .*\): wait for it to end"
+    with (
+        held(laboratory.root, "--output"),
+        pytest.raises(ValueError, match=held_by),
+        held(laboratory.root, "--output"),
+    ):
         pass
 
 

@@ -1,93 +1,42 @@
 """Exact checkpoints of any trl trainer: whole folders or none, complete state, and a fingerprint of the run."""
 
-import dataclasses
-import hashlib
-import json
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
+from turngrpo.trainer.files import sync
 from turngrpo.trainer.forward.policy import tensors_digest
 from turngrpo.trainer.forward.whole_weights import whole_weights
-
-STATE_FILE = "turngrpo_state_{rank}.pt"
-# Where a run writes, what it reports and how it is served: none of it reaches a weight, so a resume may change it.
-FREE_FIELDS = (
-    "output_dir run_name report_to project trackio_space_id trackio_bucket_id trackio_static_space_id "
-    "logging_strategy logging_first_step logging_steps log_level log_level_replica log_on_each_node disable_tqdm "
-    "save_strategy save_steps save_total_limit save_only_model save_on_each_node eval_strategy eval_steps eval_delay "
-    "eval_on_start do_eval do_train do_predict load_best_model_at_end metric_for_best_model greater_is_better "
-    "per_device_eval_batch_size num_generations_eval eval_temperature eval_top_p eval_seed push_to_hub hub_model_id "
-    "hub_strategy hub_token hub_private_repo hub_always_push hub_revision resume_from_checkpoint "
-    "log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo dataloader_num_workers "
-    "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers rollout_batch_tokens ledger "
-    "vllm_base_url vllm_server_base_url vllm_server_timeout vllm_adapter_dir vllm_request_timeout "
-    "vllm_concurrent_requests local_rank deepspeed_plugin distributed_state _n_gpu"
-).split()
-LENGTH_FIELDS = ("max_steps", "num_train_epochs")  # a run may be extended; its schedule then changes
-
-
-class ResumeError(ValueError):
-    """A checkpoint that this run cannot go on from."""
-
-
-def config_values(config: Any) -> dict[str, str]:
-    """Return the fields that decide a run's numbers, as text."""
-    names = [field.name for field in dataclasses.fields(config) if field.name not in FREE_FIELDS]
-    return {name: repr(getattr(config, name)) for name in names}
-
-
-def dataset_digest(dataset: Any) -> str | None:
-    """Return the SHA-256 over all rows in order, None for a stream."""
-    if not hasattr(dataset, "__len__"):
-        return None
-    digest = hashlib.sha256()
-    for row in dataset:
-        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
-    return digest.hexdigest()
-
-
-def check_fingerprint(saved: dict[str, Any], found: dict[str, Any], checkpoint: str) -> None:
-    """Refuse to go on under another config, corpus, initial model or reference than the checkpoint's.
-
-    Raises ResumeError that names every difference; a changed length of the run is a warning.
-    """
-    faults = [
-        f"{name}: the checkpoint's is {saved['config'].get(name)}, this run's {value}"
-        for name, value in found["config"].items()
-        if saved["config"].get(name) != value
-    ]
-    lengths = [fault for fault in faults if fault.startswith(LENGTH_FIELDS)]
-    faults = [fault for fault in faults if fault not in lengths]
-    if saved["processes"] != found["processes"]:
-        faults.append(
-            f"processes: the checkpoint's run had {saved['processes']}, this one has {found['processes']}: start as "
-            "many"
-        )
-    for name, meaning in (("corpus", "rows"), ("initial_model", "initial weights"), ("reference", "reference")):
-        if saved[name] != found[name]:
-            faults.append(f"{name}: other {meaning} (SHA-256 {saved[name]} in the checkpoint, {found[name]} here)")
-    if faults:
-        raise ResumeError(f"{checkpoint} cannot be resumed exactly:\n  " + "\n  ".join(faults))
-    if lengths:
-        warnings.warn(f"{checkpoint} goes on with another schedule: {'; '.join(lengths)}", stacklevel=3)
+from turngrpo.trainer.runs.fingerprint import check_fingerprint, config_values, dataset_digest
+from turngrpo.trainer.runs.identity import (
+    adapter_facts,
+    library_versions,
+    model_digest,
+    optimizer_facts,
+    precision,
+    subclass_code,
+    tokenizer_facts,
+)
+from turngrpo.trainer.runs.proof import PROOF, STATE_FILE, ResumeError, proof_fault, read_torch, write_proof
 
 
 class ExactCheckpoints:
     """Whole checkpoints of a trl trainer that hold everything its next update and its next log depend on.
 
     Beside what transformers saves, every process adds TRL's pending metrics, the running loss, the run's fingerprint,
-    and what `state` returns; `restore` gets that back. `facts` adds to the fingerprint what decides the run's numbers.
-    The trainer calls `begin`, `saving`, `load` and `is_finished` where transformers calls its train, _save_checkpoint,
-    _load_rng_state and _run_epoch (transformers 5.24).
+    and what `state` returns; `restore` gets that back, and `examine` sees it before anything is loaded. `facts` adds
+    to the fingerprint what decides the run's numbers; `allow_changed` names what may differ on purpose.
+    The trainer calls `begin`, `saving`, `load`, `is_finished` and `finishing` where transformers calls its train,
+    _save_checkpoint, _load_rng_state, _run_epoch and _finalize_training (transformers 5.24).
     """
 
     def __init__(
@@ -96,21 +45,70 @@ class ExactCheckpoints:
         state: Callable[[], dict[str, Any]],
         restore: Callable[[dict[str, Any]], None],
         facts: Callable[[], dict[str, Any]] = dict,
+        examine: Callable[[dict[str, Any]], None] = lambda state: None,
+        allow_changed: Sequence[str] | None = None,
     ):
-        self.trainer, self.state, self.restore, self.facts = trainer, state, restore, facts
+        self.trainer, self.state, self.restore, self.facts, self.examine = trainer, state, restore, facts, examine
+        self.allow_changed = allow_changed or ()
         self.fingerprint: dict[str, Any] = {}
+        self.changes: list[dict[str, Any]] = []  # what resumes of this run changed on purpose, by update
+        self._allowed: list[str] = []
+        self._waiting: str | None = None  # a checkpoint that the run goes on from, until its state is taken over
 
-    def begin(self) -> None:
-        """Take the fingerprint of a run that starts now, or goes on."""
-        with whole_weights(self.trainer.model):
-            initial_model = tensors_digest(self.trainer.model.named_parameters())
+    def begin(self, resume: str | bool | None = None) -> tuple[str | None, dict[str, Any] | None]:
+        """Take the fingerprint of a run that starts now, or goes on: return its checkpoint and state after all checks.
+
+        Raises ResumeError where this run could not go on from the checkpoint.
+        """
+        self._take_fingerprint()
+        self.changes, self._allowed, self._waiting = [], [], None
+        if resume is True:
+            resume = get_last_checkpoint(self.trainer.args.output_dir)
+            if resume is None:
+                raise ResumeError(f"{self.trainer.args.output_dir} holds no checkpoint-N to go on from")
+        if not resume:
+            return None, None
+        state = self._examined(str(resume))
+        self._waiting = str(resume)
+        return self._waiting, state
+
+    def check(self, checkpoint: str) -> None:
+        """Raise ResumeError where this run could not go on from a checkpoint: sooner than `begin`, which asks too."""
+        self._take_fingerprint()
+        self._examined(checkpoint)
+
+    def _take_fingerprint(self) -> None:
+        trainer = self.trainer
+        with whole_weights(trainer.model):
+            initial_model = tensors_digest(trainer.model.named_parameters())
         self.fingerprint = {
-            "config": config_values(self.trainer.args),
-            "processes": self.trainer.accelerator.num_processes,
-            "corpus": dataset_digest(self.trainer.train_dataset),
+            "config": config_values(trainer.args),
+            "processes": trainer.accelerator.num_processes,
+            "corpus": dataset_digest(trainer.train_dataset),
             "initial_model": initial_model,
             "reference": None,
+            "model_config": model_digest(trainer.model),
+            "precision": precision(trainer.model),
+            "adapter": adapter_facts(trainer.model),
+            "tokenizer": tokenizer_facts(trainer.processing_class),
+            "optimizer": optimizer_facts(trainer.optimizer, trainer.lr_scheduler),
+            "trainer": subclass_code(trainer),
+            "versions": library_versions(trainer.args.device),
         } | self.facts()
+
+    def _examined(self, checkpoint: str) -> dict[str, Any]:
+        """Return the state of a checkpoint that is whole and this run's; ResumeError otherwise, on every process."""
+        self._agree(lambda: proof_fault(checkpoint) if self.trainer.accelerator.is_local_main_process else None)
+        state = self._read_state(checkpoint)
+        self._allowed = check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint, self.allow_changed)
+        self.examine(state)
+        return state
+
+    def _agree(self, fault: Callable[[], str | None]) -> None:
+        """Raise the ResumeError of any process on all, so that none waits for one that stopped."""
+        found = [text for text in gather_object([fault()]) if text]
+        if found:
+            raise ResumeError(found[0])
 
     @contextmanager
     def saving(self, trial: Any = None) -> Iterator[None]:
@@ -138,7 +136,10 @@ class ExactCheckpoints:
         trainer.accelerator.wait_for_everyone()  # the folder is whole
         if args.should_save:
             state.save_to_json(str(apart / name / TRAINER_STATE_NAME))
+            write_proof(apart / name, state.global_step, trainer.accelerator.num_processes)
+            sync(apart)
             _replace(apart / name, final)
+            sync(folder)
             apart.rmdir()
         trainer.accelerator.wait_for_everyone()
         if args.push_to_hub:
@@ -151,11 +152,6 @@ class ExactCheckpoints:
                 use_mtime=True,
             )
 
-    def check(self, checkpoint: str) -> None:
-        """Raise ResumeError where this run could not go on from a checkpoint: sooner than `load`, which asks too."""
-        self.begin()
-        self._read_state(checkpoint)
-
     def load(self, checkpoint: str) -> None:
         """Take over the state of a checkpoint."""
         trainer, state = self.trainer, self._read_state(checkpoint)
@@ -164,10 +160,29 @@ class ExactCheckpoints:
         loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = state["running_loss"]
         trainer._tr_loss = loss.to(trainer.args.device)
         self.restore(state)
+        self._waiting, self.changes = None, list(state.get("changes", ()))
+        if self._allowed:
+            self.changes.append({"update": trainer.state.global_step, "changed": self._allowed})
+            said: Any = {"allowed_changes": "; ".join(self._allowed)}
+            Trainer.log(trainer, said)
 
     def is_finished(self) -> bool:
         """Whether no update is left, where transformers would add one after a resume from a run's last checkpoint."""
         return self.trainer.state.global_step >= self.trainer.state.max_steps
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """End a run; one that was resumed after its last update takes its state over here, and rewrites no table."""
+        trainer, checkpoint = self.trainer, self._waiting
+        if checkpoint is None:
+            yield
+            return
+        shown, trainer.log_completions = getattr(trainer, "log_completions", False), False
+        try:
+            trainer._load_rng_state(checkpoint)
+            yield
+        finally:
+            trainer.log_completions = shown
 
     def _complete_state(self) -> dict[str, Any]:
         """Return plain values and tensors."""
@@ -176,6 +191,8 @@ class ExactCheckpoints:
             "metrics": {mode: dict(values) for mode, values in trainer._metrics.items()},
             "running_loss": (trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged),
             "fingerprint": self.fingerprint,
+            "changes": self.changes,
+            "proof": PROOF,
         } | self.state()
 
     def _read_state(self, checkpoint: str) -> dict[str, Any]:
@@ -185,10 +202,7 @@ class ExactCheckpoints:
                 f"{checkpoint} has no {path.name}: saved with save_only_model, by another trainer, or by fewer "
                 f"processes than this run's {self.trainer.accelerator.num_processes}"
             )
-        with torch.serialization.safe_globals([range]):  # which of all trajectories are this process's
-            state = torch.load(path, weights_only=True, map_location="cpu")
-        check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint)
-        return state
+        return read_torch(path)
 
     def _state_file(self, folder: Path) -> Path:
         return folder / STATE_FILE.format(rank=self.trainer.accelerator.process_index)

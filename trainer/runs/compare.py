@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from turngrpo.trainer.runs.proof import read_torch
+
 # What two runs of the same numbers may differ in: how long things took, where they were written, and that a run
-# resumed within a rollout's updates scores the reference once more.
-LEFT_OUT = ("time", "runtime", "per_second", "tokens/reference", "best_model_checkpoint")
+# resumed within a rollout's updates scores the reference once more. The ledger's files hold seconds too.
+LEFT_OUT = ("time", "runtime", "per_second", "tokens/reference", "best_model_checkpoint", "ledger_files")
 STATE = "trainer_state.json"
 FSDP_FILES = ("pytorch_model_fsdp.bin", "optimizer.bin")
 
@@ -19,7 +21,8 @@ FSDP_FILES = ("pytorch_model_fsdp.bin", "optimizer.bin")
 def checkpoint_fields(folder: str | Path) -> dict[str, Any]:
     """Return every value of a checkpoint by a path of its file and keys: tensors, numbers and text.
 
-    Reads safetensors, the run's own torch files and JSON; raises FileNotFoundError for a folder that is no checkpoint.
+    Reads safetensors, the run's own torch files and JSON; raises FileNotFoundError for a folder that is no checkpoint,
+    ResumeError for a torch file that holds more than tensors and plain values.
     """
     folder = Path(folder)
     if not (folder / STATE).is_file():
@@ -30,7 +33,7 @@ def checkpoint_fields(folder: str | Path) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             content: Any = load_file(path)
         elif path.suffix in (".pt", ".pth") or path.name in FSDP_FILES:
-            content = torch.load(path, weights_only=False, map_location="cpu")  # written by the run itself
+            content = read_torch(path)
         elif path.name == STATE:
             content = json.loads(path.read_text(encoding="utf-8"))
         else:

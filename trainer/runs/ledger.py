@@ -1,12 +1,14 @@
 """Every rollout on disk before it is trained on: one Parquet file per iteration, one row per turn."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from turngrpo.trainer.files import sha256, sync
 from turngrpo.trainer.objective.iteration import ScoredRollout
 
 FILE = "iteration_{:05d}{}.parquet"
@@ -51,7 +53,9 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    sync(partial)
     os.replace(partial, path)
+    sync(path.parent)
     return path
 
 
@@ -60,10 +64,14 @@ class Ledger:
 
     A fresh run moves a ledger that it finds aside, and so does a resume with whatever a killed run wrote after the
     checkpoint: nothing is deleted, and nothing of another history is counted. Every process writes files of its own;
-    process 0 moves aside for all, before any of them records. Without a folder nothing is written, and counted alike.
+    process 0 moves aside for all, before any of them records. `files` are the SHA-256 of this process's files by name.
+    Without a folder nothing is written, and counted alike.
     """
 
-    def __init__(self, folder: str | Path | None, position: int = 0, process: int = 0):
+    def __init__(
+        self, folder: str | Path | None, position: int = 0, process: int = 0, files: Mapping[str, str] | None = None
+    ):
+        self.files = dict(files or {})
         self.folder, self.position, self.process = None if folder is None else Path(folder), position, process
         if process or self.folder is None:
             return
@@ -81,8 +89,19 @@ class Ledger:
             held = f"{self.folder or 'the run'} holds {self.position} iterations, so that {self.position} is next"
             raise ValueError(f"iteration {iteration} cannot be recorded: {held}; a rollout is optimised once")
         if self.folder is not None:
-            write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))
+            path = write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))
+            self.files[path.name] = sha256(path)
         self.position += 1
+
+
+def ledger_faults(folder: Path, files: Mapping[str, str], position: int, process: int = 0) -> list[str]:
+    """Return a line for every file of a process's first `position` iterations that is not as it was recorded."""
+    own = [path for path in folder.glob("iteration_*.parquet") if _process(path) == process]
+    earlier = {path.name for path in own if _iteration(path) < position}
+    lines = [f"{folder / name} is missing" for name in files if name not in earlier]
+    lines += [f"{folder / name} is of another run" for name in sorted(earlier - files.keys())]
+    changed = [name for name in files if name in earlier and sha256(folder / name) != files[name]]
+    return lines + [f"{folder / name} was changed since it was recorded" for name in changed]
 
 
 def save_nonfinite(rows: list[dict[str, Any]], output_dir: str | Path, iteration: int, process: int = 0) -> Path:
@@ -99,3 +118,7 @@ def process_suffix(process: int) -> str:
 
 def _iteration(path: Path) -> int:
     return int(path.stem.split("_")[1])
+
+
+def _process(path: Path) -> int:
+    return int(path.stem.partition("_process")[2] or 0)

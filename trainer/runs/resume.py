@@ -1,8 +1,11 @@
 """What makes a resume under a workflow exact: the rollout being trained on, and the place in the order of prompts."""
 
+import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from trl.trainer.utils import RepeatSampler
 
@@ -60,6 +63,47 @@ def train_sampler(sampler: RepeatSampler, steps_taken: Callable[[], int]) -> Epo
         sampler.seed,
         epoch=lambda: steps_taken() // per_epoch,
     )
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the global generators of Python, NumPy and torch as they are found, whatever runs inside draws."""
+    python, numpy, cuda = random.getstate(), np.random.get_state(), torch.cuda.is_initialized()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if cuda else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+class StreamPlace:
+    """Where a run stands in a stream that has no length: which pass over it, and how many training steps of that.
+
+    `state` of a checkpoint is taken over by the first pass; a pass that has ended counts as the next one's beginning.
+    """
+
+    def __init__(self, state: dict[str, int] | None = None):
+        self.number, self.steps = (state["pass"], state["steps"]) if state else (0, 0)
+        self.ended = False
+
+    def enter(self, number: int) -> dict[str, int] | None:
+        """Return what transformers' _run_epoch is told instead at pass `number`; None for one that was read before."""
+        if number < self.number:
+            return None
+        if number > self.number:
+            self.number, self.steps, self.ended = number, 0, False
+            return {}
+        return {"epochs_trained": number, "steps_trained_in_current_epoch": self.steps}
+
+    def advance(self, is_last: bool) -> None:
+        """Count a training step; `is_last` says that the pass has no more."""
+        self.steps += 1
+        self.ended = is_last
+
+    def state(self) -> dict[str, int]:
+        """Return plain numbers."""
+        return {"pass": self.number + 1, "steps": 0} if self.ended else {"pass": self.number, "steps": self.steps}
 
 
 def rollout_state(rollout: ScoredRollout) -> dict[str, Any]:
