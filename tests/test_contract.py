@@ -204,6 +204,7 @@ trainer/checks.py
     peft.LoraConfig().init_lora_weights
     peft.LoraConfig().is_prompt_learning
     peft.LoraConfig().kasa_config
+    peft.LoraConfig().peft_type
     peft.PeftModel
     peft.PeftModel().active_adapters
     peft.PeftModel().peft_config
@@ -322,9 +323,12 @@ trainer/forward/policy.py
     transformers.Qwen2Config.get_text_config(self, decoder, encoder)
 trainer/forward/scoring.py
     accelerate.utils.is_peft_model(model)
+    peft.LoraConfig().peft_type
+    peft.LoraConfig().trainable_token_indices
     peft.PeftModel().peft_config
-    trl.GRPOTrainer.__init__ ~ ref
-    trl.trainer.utils.use_adapter(model, adapter_name)
+    peft.PeftModel.disable_adapter(self)
+    peft.TrainableTokensConfig ~ token_indices
+    torch.nn.Module()._parameters
 trainer/forward/shared_prefix.py
     transformers.AttentionInterface
     transformers.AttentionInterface.register(key, value)

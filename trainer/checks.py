@@ -20,6 +20,14 @@ from turngrpo.trainer.reading.rollout import row_name
 MAX_FAULTS = 20  # rows named in one error
 # Initialisations of LoRA that write into the base weights, which a reference, an export and a server lack afterwards.
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+# Kinds of adapters whose policy is no function of the tokens so far alone, with the reason.
+REFUSED_KINDS = {
+    "LILY": "its experts are chosen by all tokens of a row, the later ones too",
+    "POLY": "its forward pass needs task ids",
+    "PVERA": "it draws noise in its forward pass",
+    "SHADOW": "its second model runs beside the base's layers",
+    "XLORA": "it runs the base twice and keeps no cache",
+}
 # What reward functions get under these names is not the dataset's.
 RESERVED_COLUMNS = ("prompts", "completions", "trajectories")
 # Hooks of GRPOTrainer (trl 1.16) and Trainer (transformers 5.24) that a workflow never calls.
@@ -137,6 +145,11 @@ def check_adapters(model: Any, peft_config: Any) -> None:
             )
         configs = [model.peft_config[TRAINED]]
     for config in configs:
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in REFUSED_KINDS:
+            raise ValueError(
+                f"adapters of the kind {kind} are not honoured under a workflow: {REFUSED_KINDS[kind]}; use LoRA"
+            )
         start = str(getattr(config, "init_lora_weights", "")).lower()
         if start.startswith(CHANGES_BASE) or getattr(config, "kasa_config", None):
             raise ValueError(
