@@ -208,6 +208,12 @@ trainer/checks.py
     peft.PeftModel
     peft.PeftModel().active_adapters
     peft.PeftModel().peft_config
+    peft.PeftModel.set_adapter(self, adapter_name, inference_mode)
+    peft.get_peft_model_state_dict(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
+    peft.tuners.lora.Linear().disable_adapters
+    peft.tuners.lora.Linear().merged_adapters
+    peft.tuners.tuners_utils.BaseTunerLayer
+    peft.utils.other.AuxiliaryTrainingWrapper
     torch.distributed.fsdp.CPUOffloadPolicy
     transformers.PreTrainedTokenizerBase
     trl.GRPOConfig().accelerator_config

@@ -17,7 +17,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from tiny import tiny_model, word_tokenizer
 from training import make_trainer
 
-from turngrpo.trainer.checks import check_adapters
+from turngrpo.trainer.checks import check_adapters, marked_trainable
 from turngrpo.trainer.forward.policy import Policy
 from turngrpo.trainer.forward.scoring import Reference
 
@@ -56,6 +56,7 @@ def test_kl_of_a_warm_start_is_zero_at_the_first_update_and_export_is_what_was_t
     first, second = [log["kl"] for log in trainer.state.log_history if "kl" in log]
     assert first == 0.0 and second > 0.0
     assert (logprobs(model) - start).abs().max() > 1e-4
+    assert marked_trainable(model) == {name for name, p in model.named_parameters() if p.requires_grad}
     with trainer.reference._context():
         assert torch.equal(logprobs(model), start)
     assert list(model.peft_config) == ["default"]
