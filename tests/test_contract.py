@@ -280,6 +280,7 @@ trainer/export/merge.py
         ephemeral_gpu_offload, low_cpu_mem_usage, key_mapping, kwargs)
     peft.tuners.lora.LoraModel.merge_and_unload(self, progressbar, safe_merge, adapter_names)
     peft.tuners.tuners_utils.BaseTunerLayer
+    peft.utils.other.AuxiliaryTrainingWrapper
     transformers.AutoModelForCausalLM
     transformers.AutoTokenizer
 trainer/export/model_card.py

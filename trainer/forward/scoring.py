@@ -141,7 +141,7 @@ class Reference:
     def _probe(self, policy: Policy) -> torch.Tensor:
         """Return a policy's log-probabilities (1, L, V) after made-up tokens, and after those that have weights."""
         size, device = policy.head().weight.shape[0], next(policy.model.parameters()).device
-        ids = [token % size for token in (*range(1, 9), *_trained_tokens(self._trained.model))]
+        ids = [token % size for token in (*range(1, 9), *trained_tokens(self._trained.model))]
         with evaluating(policy.model):
             hidden = policy.backbone(input_ids=torch.tensor([ids], device=device), use_cache=False).last_hidden_state
             return policy.head().logits(hidden).log_softmax(-1)
@@ -153,7 +153,7 @@ def _kind(model: Any) -> str:
     return str(getattr(kind, "value", kind))
 
 
-def _trained_tokens(model: Any) -> list[int]:
+def trained_tokens(model: Any) -> list[int]:
     """Return a few of the tokens whose embeddings an adapter trains one by one."""
     config = model.peft_config[TRAINED] if is_peft_model(model) else None
     listed = [getattr(config, name, None) or [] for name in ("trainable_token_indices", "token_indices")]
