@@ -5,9 +5,11 @@ from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from tiny import tiny_model, word_tokenizer
+from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from trl import GRPOConfig
 
@@ -322,6 +324,92 @@ def test_the_trained_adapter_is_the_one_that_reference_and_export_take():
         check_adapters(model, None)
     with pytest.raises(ValueError, match=r"the active adapters are \['mine'\]"):
         check_adapters(get_peft_model(tiny_model(40), LoraConfig(**LORA), adapter_name="mine"), None)
+
+
+def warm(**options):
+    """Return a PeftModel as PEFT loads it to go on: its adapter changes the base."""
+    model = get_peft_model(tiny_model(40), LoraConfig(**(LORA | options), init_lora_weights=False))
+    check_adapters(model, None)
+    check_model(model, word_tokenizer(), 0.1, False)
+    return model
+
+
+def test_parameters_that_are_trainable_beside_the_adapter_are_refused():
+    """Reference, checkpoint and export hold the adapter alone: what embeddings learnt would be gone, or move both."""
+    model = warm()
+    model.get_input_embeddings().requires_grad_(True)
+    for beta in (0.1, 0.0):
+        with pytest.raises(ValueError, match=r"1 parameters beside the adapter are trainable, .*embed_tokens.weight"):
+            check_model(model, word_tokenizer(), beta, False)
+    kept = warm(modules_to_save=["embed_tokens"])  # what PEFT carries through all of them
+    check_model(kept, word_tokenizer(), 0.1, False)
+
+
+@pytest.mark.parametrize("part", ["lora_A", "layers.1"])
+def test_an_adapter_that_is_frozen_in_part_is_refused(part):
+    model = warm()
+    for name, parameter in model.named_parameters():
+        if part in name:
+            parameter.requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=rf"2 parameters of the adapter are frozen, .*{part}.* among them"):
+        check_model(model, word_tokenizer(), 0.1, False)
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    model.set_adapter("default")  # what the message says
+    check_model(model, word_tokenizer(), 0.1, False)
+
+
+def test_a_second_adapter_is_frozen_or_refused():
+    model = warm()
+    model.add_adapter("second", LoraConfig(**LORA))
+    check_model(model, word_tokenizer(), 0.1, False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("second" in name or parameter.requires_grad)
+    with pytest.raises(ValueError, match=r"the adapters \['second'\] are trainable beside 'default'.*delete_adapter"):
+        check_model(model, word_tokenizer(), 0.1, False)
+    model.delete_adapter("second")
+    check_model(model, word_tokenizer(), 0.1, False)
+
+
+def test_an_adapter_that_has_no_part_in_the_forward_pass_is_refused_for_what_it_is():
+    model = warm()
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"the adapters \['default'\] are merged into the base .*unmerge_adapter"):
+        check_adapters(model, None)
+    model.unmerge_adapter()
+    check_adapters(model, None)
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(ValueError, match=r"the adapter is switched off: call model.enable_adapter_layers\(\)"):
+        check_adapters(model, None)
+    with pytest.raises(ValueError, match=r"call model.requires_grad_\(True\) on a model that was merged and unloaded"):
+        check_model(warm().merge_and_unload(), word_tokenizer(), 0.1, False)
+
+
+def test_adapter_layers_outside_of_a_peft_model_are_refused(tmp_path):
+    """As transformers' load_adapter makes them: base and adapter would be trained and saved as one whole model."""
+    for options in (LORA, LORA | {"target_modules": ["embed_tokens"]}):
+        injected = inject_adapter_in_model(LoraConfig(**options), tiny_model(40))
+        with pytest.raises(ValueError, match="Qwen2ForCausalLM has adapter layers but is no PeftModel.*is_trainable"):
+            check_adapters(injected, None)
+        with pytest.raises(ValueError, match="has adapter layers but is no PeftModel"):
+            check_adapters(injected, LoraConfig(**LORA))
+    warm().save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match="a folder that holds an adapter: pass the adapter's model, PeftModel.from_pr"
+    ):
+        check_adapters(str(tmp_path), None)
+
+
+@pytest.mark.parametrize("mark", ["is_loaded_in_8bit", "hf_quantizer", "weights"])
+def test_the_quantized_base_of_an_adapter_is_refused(mark):
+    model = warm()
+    if mark == "weights":
+        rounded = nn.Parameter(torch.zeros(64, 32, dtype=torch.int8), requires_grad=False)
+        model.get_base_model().model.layers[0].mlp.up_proj.weight = rounded
+    else:
+        setattr(model.get_base_model(), mark, "bitsandbytes")
+    with pytest.raises(ValueError, match="a quantized model is not honoured"):
+        check_model(model, word_tokenizer(), 0.1, False)
 
 
 # ---- rewards ----

@@ -209,9 +209,16 @@ trainer/checks.py
     peft.LoraConfig().init_lora_weights
     peft.LoraConfig().is_prompt_learning
     peft.LoraConfig().kasa_config
+    peft.LoraConfig().peft_type
     peft.PeftModel
     peft.PeftModel().active_adapters
     peft.PeftModel().peft_config
+    peft.PeftModel.set_adapter(self, adapter_name, inference_mode)
+    peft.get_peft_model_state_dict(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
+    peft.tuners.lora.Linear().disable_adapters
+    peft.tuners.lora.Linear().merged_adapters
+    peft.tuners.tuners_utils.BaseTunerLayer
+    peft.utils.other.AuxiliaryTrainingWrapper
     torch.distributed.fsdp.CPUOffloadPolicy
     transformers.PreTrainedTokenizerBase
     trl.GRPOConfig().accelerator_config
@@ -278,6 +285,7 @@ trainer/export/merge.py
         ephemeral_gpu_offload, low_cpu_mem_usage, key_mapping, kwargs)
     peft.tuners.lora.LoraModel.merge_and_unload(self, progressbar, safe_merge, adapter_names)
     peft.tuners.tuners_utils.BaseTunerLayer
+    peft.utils.other.AuxiliaryTrainingWrapper
     transformers.AutoModelForCausalLM
     transformers.AutoTokenizer
 trainer/export/model_card.py
@@ -327,9 +335,12 @@ trainer/forward/policy.py
     transformers.Qwen2Config.get_text_config(self, decoder, encoder)
 trainer/forward/scoring.py
     accelerate.utils.is_peft_model(model)
+    peft.LoraConfig().peft_type
+    peft.LoraConfig().trainable_token_indices
     peft.PeftModel().peft_config
-    trl.GRPOTrainer.__init__ ~ ref
-    trl.trainer.utils.use_adapter(model, adapter_name)
+    peft.PeftModel.disable_adapter(self)
+    peft.TrainableTokensConfig ~ token_indices
+    torch.nn.Module()._parameters
 trainer/forward/shared_prefix.py
     transformers.AttentionInterface
     transformers.AttentionInterface.register(key, value)

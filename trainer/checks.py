@@ -4,10 +4,14 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, is_peft_model
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +24,17 @@ from turngrpo.trainer.reading.rollout import row_name
 MAX_FAULTS = 20  # rows named in one error
 # Initialisations of LoRA that write into the base weights, which a reference, an export and a server lack afterwards.
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+# Kinds of adapters whose policy is no function of the tokens so far alone, with the reason.
+REFUSED_KINDS = {
+    "LILY": "its experts are chosen by all tokens of a row, the later ones too",
+    "POLY": "its forward pass needs task ids",
+    "PVERA": "it draws noise in its forward pass",
+    "SHADOW": "its second model runs beside the base's layers",
+    "XLORA": "it runs the base twice and keeps no cache",
+}
+TUNED = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+ADAPTER_CONFIG = "adapter_config.json"
+LOADED_BY = "PeftModel.from_pretrained(base, path, is_trainable=True)"
 # What reward functions get under these names is not the dataset's.
 RESERVED_COLUMNS = ("prompts", "completions", "trajectories")
 # Hooks of GRPOTrainer (trl 1.16) and Trainer (transformers 5.24) that a workflow never calls.
@@ -129,20 +144,91 @@ def check_arguments(arguments: dict[str, Any]) -> TurnGRPOConfig:
 def check_adapters(model: Any, peft_config: Any) -> None:
     """Refuse adapters that reference, export and server would take for another policy than the trained one."""
     configs = [peft_config] if peft_config else []
+    if isinstance(model, str) and Path(model, ADAPTER_CONFIG).is_file():
+        raise ValueError(f"model is {model!r}, a folder that holds an adapter: pass the adapter's model, {LOADED_BY}")
     if isinstance(model, PeftModel):
-        if model.active_adapters != [TRAINED]:
-            raise ValueError(
-                f"the active adapters are {model.active_adapters}, expected [{TRAINED!r}]: load the one to train with "
-                "PeftModel.from_pretrained(base, path, is_trainable=True), without adapter_name"
-            )
+        check_adapter_state(model)
         configs = [model.peft_config[TRAINED]]
+    elif isinstance(model, nn.Module) and any(isinstance(module, TUNED) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has adapter layers but is no PeftModel, as load_adapter of transformers and "
+            f"inject_adapter_in_model of peft leave it: load the adapter with {LOADED_BY}"
+        )
     for config in configs:
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind in REFUSED_KINDS:
+            raise ValueError(
+                f"adapters of the kind {kind} are not honoured under a workflow: {REFUSED_KINDS[kind]}; use LoRA"
+            )
         start = str(getattr(config, "init_lora_weights", "")).lower()
         if start.startswith(CHANGES_BASE) or getattr(config, "kasa_config", None):
             raise ValueError(
                 f"init_lora_weights={start!r} or kasa_config changes the base weights, which a reference or a server "
                 "then lacks: leave init_lora_weights True and kasa_config None"
             )
+
+
+def check_adapter_state(model: PeftModel) -> None:
+    """Refuse a PeftModel whose adapter is another one, merged into its base, or switched off."""
+    if model.active_adapters != [TRAINED]:
+        raise ValueError(
+            f"the active adapters are {model.active_adapters}, expected [{TRAINED!r}]: load the one to train with "
+            f"{LOADED_BY}, without adapter_name"
+        )
+    layers: Any = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    merged = sorted({name for layer in layers for name in layer.merged_adapters})
+    if merged:
+        raise ValueError(
+            f"the adapters {merged} are merged into the base model, where no gradient reaches them: call "
+            "model.unmerge_adapter() before training, and merge what comes out"
+        )
+    if any(layer.disable_adapters for layer in layers):
+        raise ValueError("the adapter is switched off: call model.enable_adapter_layers() before training")
+
+
+def check_trained_parameters(model: Any) -> None:
+    """Refuse a PEFT model that would not train its adapter, all of it and nothing else."""
+    exported = {id(parameter) for parameter in adapter_parameters(model).values()}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    beside = [name for name, parameter in trained.items() if id(parameter) not in exported]
+    others = sorted(
+        {part for name in beside for part in name.split(".") if part in set(model.peft_config) - {TRAINED}}
+    )
+    if others:
+        raise ValueError(
+            f"the adapters {others} are trainable beside {TRAINED!r}, but reference, checkpoint and export are of "
+            f"{TRAINED!r} alone: call model.delete_adapter({others[0]!r}), or freeze its parameters"
+        )
+    if beside:
+        raise ValueError(
+            f"{len(beside)} parameters beside the adapter are trainable, {beside[0]} among them, which checkpoint and "
+            "export would lose: call requires_grad_(False) on them, or name their modules in modules_to_save"
+        )
+    frozen = sorted(marked_trainable(model) - set(trained))
+    if frozen:
+        raise ValueError(
+            f"{len(frozen)} parameters of the adapter are frozen, {frozen[0]} among them: peft frees them again with "
+            f"its first change of adapters, so that they would be trained all the same; call model.set_adapter"
+            f"({TRAINED!r}), or name other target_modules"
+        )
+
+
+def adapter_parameters(model: Any) -> dict[str, Any]:
+    """Return the parameters and buffers of the trained adapter themselves, by the names that an export gives them."""
+    state = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return get_peft_model_state_dict(model, dict(state), TRAINED, save_embedding_layers=False)
+
+
+def marked_trainable(model: Any) -> set[str]:
+    """Return the names of the parameters that peft trains where the adapter is active; no flag is changed."""
+    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        model.requires_grad_(False)
+        model.set_adapter(TRAINED)
+        return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
 
 
 def check_fsdp(args: TurnGRPOConfig) -> None:
@@ -176,16 +262,28 @@ def check_model(model: Any, processing_class: Any, beta: float, aux_loss_enabled
         raise ValueError("the tokenizer has no EOS token, which ends a turn: set tokenizer.eos_token")
     check_vocabulary(processing_class, model.get_input_embeddings().weight.shape[0])
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("no parameter is trainable: load an adapter with is_trainable=True")
+        raise ValueError(
+            "no parameter is trainable: load an adapter with is_trainable=True, pass peft_config, or call "
+            "model.requires_grad_(True) on a model that was merged and unloaded"
+        )
     adapters = model.peft_config.values() if is_peft_model(model) else []
     if any(config.is_prompt_learning for config in adapters):
         raise ValueError("prompt-learning adapters are not honoured under a workflow: use LoRA or full fine-tuning")
     if beta and any(getattr(config, "bias", "none") != "none" for config in adapters):
         raise ValueError("an adapter that trains biases has no frozen base to be the reference: use bias='none'")
-    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+    if is_quantized(model):
         raise ValueError("a quantized model is not honoured under a workflow: load it in 16 or 32 bits")
+    if is_peft_model(model):
+        check_trained_parameters(model)
     if aux_loss_enabled:
         raise ValueError("router_aux_loss_coef is not honoured under a workflow: set it to 0")
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether a model, or the base of an adapter, holds its weights in less than 16 bits."""
+    flags = ("is_loaded_in_4bit", "is_loaded_in_8bit", "hf_quantizer")
+    held = not all(parameter.is_floating_point() for parameter in model.parameters())
+    return held or any(getattr(model, flag, None) for flag in flags)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> None:

@@ -124,11 +124,11 @@ class TurnGRPOTrainer(GRPOTrainer):
         named = inspect.signature(GRPOTrainer.__init__).bind(self, model, reward_funcs, args, *positional, **kwargs)
         args = named.arguments["args"] = check_arguments(named.arguments)
         self._tag_names, self._name, self._paper = [*self._tag_names, "turngrpo"], "TurnGRPO", PAPER
-        # TRL reloads the reference of a fully trained model from its config's path; ours is a snapshot.
-        adapted = named.arguments.get("peft_config") or (not isinstance(model, str) and is_peft_model(model))
-        beta, snapshot = args.beta, not adapted
+        # TRL reloads the reference of a fully trained model from its config's path, and copies of an adapter only what
+        # has ".default." in its name; our reference is a snapshot.
+        beta, self._new_adapter = args.beta, bool(named.arguments.get("peft_config"))
         try:
-            args.beta = 0.0 if snapshot else beta
+            args.beta = 0.0
             super().__init__(*named.args[1:], **named.kwargs)
         finally:
             args.beta = self.beta = beta
@@ -152,9 +152,11 @@ class TurnGRPOTrainer(GRPOTrainer):
             self.model.to(self.args.device)  # which accelerate would leave on the CPU until training starts
         self._gradients: dict[str, torch.Tensor] = {}  # of this process, until the update gets them
         self.policy = Policy(self.model, self.accelerator.autocast)
-        self.reference = Reference(self.policy) if self.beta else None
-        if self.reference is not None and not is_peft_model(self.model):
-            self.ref_model = self.reference.policy.model
+        self.reference = Reference(self.policy, self._new_adapter) if self.beta else None
+        if self.reference is not None:
+            self.reference.check()
+            if not is_peft_model(self.model):
+                self.ref_model = self.reference.policy.model
         share_prefix = self._set_up_sampling()
         self.update_log = UpdateLog(self._metrics, self.reward_func_names, self.turn_reward_names)
         names = self.reward_func_names + self.turn_reward_names

@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from peft import AutoPeftModelForCausalLM, LoraConfig, LoraModel, PeftModel, TrainableTokensConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny import adapted_model, save_base, sharpen, tiny_model, word_tokenizer
 from training import make_trainer
@@ -238,7 +238,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(trained, tmp_path, source)
 
 @pytest.fixture
 def run(base_folder, tmp_path):
-    """Output folder of a training from a warm-started adapter, with TRL's frozen copy "ref" in its checkpoint."""
+    """The trainer of a run from a warm-started adapter, one update and its checkpoint."""
     warm = adapted_model(word_tokenizer(), load(base_folder))
     warm.delete_adapter("ref")
     trainer = make_trainer(
@@ -251,7 +251,7 @@ def run(base_folder, tmp_path):
 
 def test_a_checkpoint_exports_as_its_trainer_does(run, base_folder, tmp_path):
     checkpoint = tmp_path / "run" / "checkpoint-1"
-    assert (checkpoint / "ref").is_dir()
+    assert not (checkpoint / "ref").exists()  # the reference is no adapter
     ours = export_checkpoint(checkpoint, tmp_path / "adapters" / "mine", before={"reward": 0.5})
     theirs = run.export_adapter("mine", before={"reward": 0.5})
     assert theirs == tmp_path / "run" / "adapters" / "mine" / "v0001"
@@ -270,8 +270,8 @@ def test_a_checkpoint_exports_as_its_trainer_does(run, base_folder, tmp_path):
     assert first["config"]["trainer"]["beta"] == 0.1 and first["config"]["script"] == {"workflow": "gated"}
     reloaded = AutoPeftModelForCausalLM.from_pretrained(ours)
     assert torch.equal(logits(reloaded), logits(run.model))
-    run.model.set_adapter("ref")
-    assert not torch.equal(logits(reloaded), logits(run.model))
+    with run.reference._context():
+        assert not torch.equal(logits(reloaded), logits(run.model))
 
 
 def test_an_output_folder_exports_its_newest_checkpoint(run, tmp_path):
@@ -335,6 +335,55 @@ def test_merged_weights_are_base_and_adapter(base_folder, tmp_path, lora):
     with pytest.raises(ValueError, match="there already"):
         merge_version(version)
     assert next_version(tmp_path / "mine") == "v0002"
+
+
+ENDS = {  # of a base whose head is its embedding
+    "embedding": LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]),
+    "head": LoraConfig(r=2, target_modules=["q_proj", "lm_head"]),
+    "both": LoraConfig(r=2, target_modules=["embed_tokens", "lm_head"]),
+    "both, as one": LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], ensure_weight_tying=True),
+    "head of DoRA": LoraConfig(r=2, target_modules=["lm_head"], use_dora=True),
+    "tokens of the head": LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"lm_head": [4, 5]}),
+    "tokens of both": TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[4, 5]),
+    "embedding saved": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]),
+    "both saved, as one": LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_an_adapter_on_the_ends_of_a_tied_model_merges_into_each_its_own(name, tmp_path):
+    """Merged into the one weight that both ends share, LoRA on the head alone moves logits by 4 and more."""
+    tokenizer, folder = word_tokenizer(), tmp_path / "base"
+    sharpen(tiny_model(len(tokenizer))).save_pretrained(folder)
+    model = get_peft_model(load(folder), ENDS[name])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    merged = load(merge_version(export_adapter(model, tokenizer, tmp_path / "mine")))
+    assert (logits(merged) - logits(model)).abs().max() < 1e-4 * logits(model).abs().max()
+    assert 0.5 < (logits(load(folder)) - logits(model)).abs().max()
+    assert merged.config.tie_word_embeddings == (name == "both saved, as one")
+
+
+def test_merged_weights_that_are_another_model_are_refused(base_folder, tmp_path, monkeypatch):
+    version = export_adapter(adapted_model(word_tokenizer(), load(base_folder)), word_tokenizer(), tmp_path / "mine")
+    monkeypatch.setattr(LoraModel, "merge_and_unload", lambda self, **_: self.unload())  # as if nothing were merged
+    with pytest.raises(ValueError, match="merged weights give other logits than base and adapter do .by up to"):
+        merge_version(version)
+    assert versions(tmp_path / "mine") == ["latest", "v0001"]
+
+
+def test_merging_takes_the_weights_of_a_folder_that_holds_an_adapter_too(base_folder, tmp_path):
+    model = adapted_model(word_tokenizer(), load(base_folder))
+    version = export_adapter(model, word_tokenizer(), tmp_path / "mine")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copyfile(version / name, base_folder / name)
+    merged = merge_version(version)
+    assert (logits(load(merged)) - logits(model)).abs().max() < 1e-4
 
 
 def test_merging_an_adapted_embedding_leaves_the_head_that_was_tied_to_it(tmp_path):

@@ -86,7 +86,7 @@ def sharpen(model):
 
 
 def adapted_model(tokenizer: PreTrainedTokenizerFast, base=None, **lora):
-    """Return a LoRA model with TRL's frozen copy "ref" beside the trained adapter, which changes its base."""
+    """Return a LoRA model whose trained adapter changes its base, and a second adapter "ref" beside it."""
     if base is None:
         base = tiny_model(len(tokenizer))
         base.name_or_path = base.config._name_or_path = "owner/tiny"

@@ -11,7 +11,7 @@ from accelerate.utils import is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-TRAINED = "default"  # PEFT's name of the trained adapter; TRL's frozen copy of a warm start is "ref"
+TRAINED = "default"  # PEFT's name of the trained adapter
 
 
 @dataclass(frozen=True)

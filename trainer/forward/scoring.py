@@ -2,20 +2,24 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
-from trl.trainer.utils import use_adapter
+from torch import nn
 
 from turngrpo.trainer.forward.batching import Pass, TurnBatch, collate_turns, fed_length, pad_turns, plan_passes
-from turngrpo.trainer.forward.policy import Head, Policy, tensors_digest
+from turngrpo.trainer.forward.policy import TRAINED, Head, Policy, evaluating, tensors_digest
 from turngrpo.trainer.forward.shared_prefix import SharedPrefix, compute_prefix, run_together
 from turngrpo.trainer.objective.exact_kl import fused_logprobs_and_kl
 from turngrpo.trainer.objective.losses import token_kl
 from turngrpo.trainer.reading.rollout import Turn
+
+# Largest difference of log-probabilities that rounding explains: a new adapter may turn weights by an identity.
+PROBE_TOLERANCE, LOW_PROBE_TOLERANCE = 1e-4, 0.1
+PROBE_TOKENS = 8  # of an adapter's own tokens
 
 
 class PolicyPass:
@@ -58,20 +62,30 @@ class PolicyPass:
 
 
 class Reference:
-    """The frozen policy: the base model or the frozen copy of a warm-started adapter under LoRA, else a snapshot."""
+    """The frozen policy: the base model under a new adapter, else what the model was when this object was made.
 
-    def __init__(self, policy: Policy):
+    Of a model with an adapter that is no new one, of whatever kind, every parameter that is trained is kept as it was,
+    and stands in its place while the reference is asked; of a model without adapters all is copied. The base model is
+    never copied under an adapter.
+    """
+
+    def __init__(self, policy: Policy, new_adapter: bool = False):
         model: Any = policy.model
-        self._adapter: str | None = None
-        if is_peft_model(model):
-            self.policy = policy
-            self._adapter = "ref" if "ref" in model.peft_config else None
-            self._context: Callable[[], Any] = lambda: use_adapter(model, self._adapter)
-        else:
+        self.policy, self._trained, self._is_new = policy, policy, new_adapter
+        self._kept: dict[str, nn.Parameter] = {}
+        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._context: Callable[[], Any] = lambda: _standing_in(self._places)
+        if not is_peft_model(model):
             snapshot = copy.deepcopy(model)
             snapshot.__dict__.pop("forward", None)  # TRL's patched forward is bound to the trained model
             self.policy = Policy(snapshot.eval().requires_grad_(False), policy.autocast)
-            self._context = contextlib.nullcontext
+        elif new_adapter:
+            self._context = model.disable_adapter
+        else:
+            trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            copies = {p: nn.Parameter(p.detach().clone(), requires_grad=False) for p in trained.values()}
+            self._kept = {name: copies[p] for name, p in trained.items()}
+            self._places = _places(model, copies)
 
     @torch.no_grad()
     def hidden(self, turns: Sequence[Turn], part: Pass, pad_id: int) -> list[torch.Tensor]:
@@ -88,8 +102,91 @@ class Reference:
 
     def digest(self) -> str:
         """Return the SHA-256 of every weight that the reference is made of and training must not change."""
-        state = self.policy.model.named_parameters()
-        return tensors_digest((name, p) for name, p in state if not p.requires_grad)
+        state = [(name, p) for name, p in self.policy.model.named_parameters() if not p.requires_grad]
+        return tensors_digest(state + [(f"reference.{name}", p) for name, p in self._kept.items()])
+
+    def check(self) -> None:
+        """Raise ValueError where KL would not start at 0, or where the reference moves with what is trained.
+
+        A few tokens are scored by both policies, and by the reference again while every trained weight of an adapter
+        stands moved.
+        """
+        model: Any = self._trained.model
+        own, reference = self._probe(self._trained), self._probe_reference()
+        limit = PROBE_TOLERANCE if self._trained.dtype in (torch.float32, torch.float64) else LOW_PROBE_TOLERANCE
+        gap = float((own - reference).abs().max())
+        if not is_peft_model(model):
+            assert gap <= limit, f"a copy of the model differs from it by {gap:.3g}"
+            return
+        kind = _kind(model)
+        if not gap <= limit and self._is_new:
+            raise ValueError(
+                f"a new {kind} adapter changes the base model, its reference, before anything is trained "
+                f"(log-probabilities by up to {gap:.3g}), and KL would not start at 0: initialise it so that it "
+                "changes nothing, or let the changed model be the reference: model=get_peft_model(base, peft_config)"
+            )
+        with _standing_in(_places(model, {p: _moved(p) for p in model.parameters() if p.requires_grad})):
+            moved = float((self._probe_reference() - reference).abs().max())
+        if not (gap <= limit and moved <= limit):
+            raise ValueError(
+                f"the reference of this {kind} adapter is not the policy as training begins (log-probabilities differ "
+                f"by {gap:.3g}, and by {moved:.3g} once the adapter moves): set beta=0, or train another kind of "
+                "adapter, as LoRA on linear layers"
+            )
+
+    def _probe_reference(self) -> torch.Tensor:
+        with self._context():
+            return self._probe(self.policy)
+
+    def _probe(self, policy: Policy) -> torch.Tensor:
+        """Return a policy's log-probabilities (1, L, V) after made-up tokens, and after those that have weights."""
+        size, device = policy.head().weight.shape[0], next(policy.model.parameters()).device
+        ids = [token % size for token in (*range(1, 9), *trained_tokens(self._trained.model))]
+        with evaluating(policy.model):
+            hidden = policy.backbone(input_ids=torch.tensor([ids], device=device), use_cache=False).last_hidden_state
+            return policy.head().logits(hidden).log_softmax(-1)
+
+
+def _kind(model: Any) -> str:
+    """Return PEFT's name of the kind of the trained adapter, as in LORA."""
+    kind = model.peft_config[TRAINED].peft_type
+    return str(getattr(kind, "value", kind))
+
+
+def trained_tokens(model: Any) -> list[int]:
+    """Return a few of the tokens whose embeddings an adapter trains one by one."""
+    config = model.peft_config[TRAINED] if is_peft_model(model) else None
+    listed = [getattr(config, name, None) or [] for name in ("trainable_token_indices", "token_indices")]
+    groups = [group for one in listed for group in (one.values() if isinstance(one, dict) else [one])]
+    return [int(token) for group in groups for token in list(group)[:PROBE_TOKENS]]
+
+
+def _moved(parameter: nn.Parameter) -> nn.Parameter:
+    """Return what a parameter might become in training."""
+    return nn.Parameter(parameter.detach() * 1.25 + 0.05, requires_grad=False)
+
+
+def _places(model: nn.Module, others: Mapping[Any, nn.Parameter]) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """Return (module, name, the other) of everything in a model that holds one of the parameters `others`."""
+    return [
+        (module, name, others[parameter])
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter in others
+    ]
+
+
+@contextlib.contextmanager
+def _standing_in(places: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[None]:
+    """Let every module of `places` hold the other parameter, then again what it held."""
+    before = [(module, name, module._parameters[name]) for module, name, _ in places]
+    try:
+        for module, name, other in places:
+            module._parameters[name] = other
+        yield
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter
 
 
 @dataclass(frozen=True)
