@@ -252,7 +252,7 @@ def test_every_rollout_is_on_disk_before_it_is_trained_on_and_none_is_counted_tw
     assert [row["advantage"] for row in last] == rollout.advantages.tolist()
     assert last[0]["rewards"].keys() == {"token_reward"} and last[0]["turn_rewards"].keys() == {"length_turn_reward"}
     assert len({row["policy_digest"] for row in rows}) == 3  # one policy sampled each iteration
-    with pytest.raises(ValueError, match="iteration 2 cannot be trained on: .* recorded 3 iterations: 3 is next"):
+    with pytest.raises(ValueError, match="iteration 2 cannot be recorded: .* holds 3 iterations, so that 3 is next"):
         trainer._write_down(rollout)
     # A resume at update 2 counts iteration 0 alone; what was written after that checkpoint is kept aside.
     resumed = make_trainer(tmp_path, **options)
