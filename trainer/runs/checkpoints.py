@@ -98,15 +98,21 @@ class ExactCheckpoints:
 
     def _examined(self, checkpoint: str) -> dict[str, Any]:
         """Return the state of a checkpoint that is whole and this run's; ResumeError otherwise, on every process."""
-        self._agree(lambda: proof_fault(checkpoint) if self.trainer.accelerator.is_local_main_process else None)
-        state = self._read_state(checkpoint)
-        self._allowed = check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint, self.allow_changed)
-        self.examine(state)
+        self._agree(proof_fault(checkpoint) if self.trainer.accelerator.is_local_main_process else None)
+        state: dict[str, Any] = {}
+        fault: str | None = None
+        try:
+            state = self._read_state(checkpoint)
+            self._allowed = check_fingerprint(state["fingerprint"], self.fingerprint, checkpoint, self.allow_changed)
+            self.examine(state)
+        except ResumeError as error:
+            fault = str(error)
+        self._agree(fault)
         return state
 
-    def _agree(self, fault: Callable[[], str | None]) -> None:
+    def _agree(self, fault: str | None) -> None:
         """Raise the ResumeError of any process on all, so that none waits for one that stopped."""
-        found = [text for text in gather_object([fault()]) if text]
+        found = [text for text in gather_object([fault]) if text]
         if found:
             raise ResumeError(found[0])
 
