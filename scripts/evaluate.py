@@ -23,7 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from jobs.evaluating import DEFAULTS, EvaluateArguments, check_options, check_workflow, engines, load, policies
+from jobs.evaluating import (
+    DEFAULTS,
+    EvaluateArguments,
+    check_options,
+    check_workflow,
+    engines,
+    find_adapter,
+    load,
+    policies,
+)
 from lib.loading import load_tokenizer, read_corpus, sample_rows
 from lib.lookup import TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards
 from lib.options import evaluation_config, fill_in, parse_options
@@ -44,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with setting_up():
         (options,) = parse_options([EvaluateArguments], arguments)
         console.quiet = not PartialState().is_main_process
+        find_adapter(options)
         check_options(options)
         server = None
         if options.base_url is not None:

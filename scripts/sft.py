@@ -7,20 +7,22 @@
 
 Prompts are built by the same workflow as in training, token for token. Only completions are trained, and the loss is
 divided by all their tokens in the gradient accumulation. An example longer than --max_length is an error, never cut.
-With --use_peft the adapter is saved, else the whole model, each with its tokenizer. On several processes (accelerate
-launch) the weights are those of one process with the same batch, and process 0 writes.
+With --use_peft the adapter is saved, else the whole model, each with its tokenizer; where --model_name_or_path is the
+folder of an adapter, that one is gone on with. On several processes (accelerate launch) the weights are those of one
+process with the same batch, and process 0 writes.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus
+from lib.adapters import ModelOptions, new_adapter_config
+from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, lora_of, read_corpus
 from lib.lookup import make_workflow
 from lib.options import option, parse_options
 from lib.output import claim_output, make_output
 from lib.running import run_script, setting_up
-from trl import ModelConfig, SFTConfig, get_peft_config
+from trl import SFTConfig
 
 from turngrpo.trainer.reading.workflows import WorkflowOptions
 from turngrpo.trainer.warm_start import check_batches, check_lengths, corpus_examples, fit, target_examples
@@ -46,7 +48,7 @@ class SftArguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
     with setting_up():
-        options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
+        options, config, model_options = parse_options([SftArguments, SFTConfig, ModelOptions], arguments)
         output = claim_output(config)
         if (options.corpus is None) == (options.targets is None):
             found = "neither" if options.corpus is None else "both"
@@ -70,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model = load_model(model_options)
         check_lengths(examples, names, config.max_length)
         check_batches(examples, config)
-        check_adapter(empty_model(model_options), get_peft_config(model_options))
+        check_adapter(empty_model(model_options), lora_of(model_options))
         make_output(output)
     if config.process_index == 0:
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
-    trainer = fit(model, tokenizer, examples, names, config, get_peft_config(model_options))
+    trainer = fit(model, tokenizer, examples, names, config, new_adapter_config(model_options))
     trainer.save_model(config.output_dir)
     if config.process_index == 0:
         losses = [log for log in trainer.state.log_history if "loss" in log]
