@@ -31,6 +31,7 @@ from jobs.evaluating import (
     check_options,
     check_workflow,
     engines,
+    find_adapter,
     load,
     policies,
 )
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
         with setting_up():
             (options,) = parse_options([EvaluateArguments], arguments)
+            find_adapter(options)
             check_options(options)
             if PartialState().is_main_process:
                 stack.enter_context(held_file(Path(options.output), "--output"))

@@ -7,8 +7,9 @@
 
 Prompts are built by the same workflow as in training, token for token. Only completions are trained, and the loss is
 divided by all their tokens in the gradient accumulation. An example longer than --max_length is an error, never cut.
-With --use_peft the adapter is saved, else the whole model, each with its tokenizer. On several processes (accelerate
-launch) the weights are those of one process with the same batch, and process 0 writes.
+With --use_peft the adapter is saved, else the whole model, each with its tokenizer; where --model_name_or_path is the
+folder of an adapter, that one is gone on with. On several processes (accelerate launch) the weights are those of one
+process with the same batch, and process 0 writes.
 """
 
 import json
@@ -17,12 +18,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus
+from lib.adapters import ModelOptions, new_adapter_config
+from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, lora_of, read_corpus
 from lib.lookup import make_workflow
 from lib.options import option, parse_options, template_options
 from lib.output import claimed_output, make_output
 from lib.running import run_script, setting_up
-from trl import ModelConfig, SFTConfig, get_peft_config
+from trl import SFTConfig
 
 from turngrpo.data_prep import gold_thought
 from turngrpo.trainer.reading.workflows import WorkflowOptions
@@ -55,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the examples, train, save; the mean loss of every logging step is printed and written to sft.json."""
     with ExitStack() as stack:
         with setting_up():
-            options, config, model_options = parse_options([SftArguments, SFTConfig, ModelConfig], arguments)
+            options, config, model_options = parse_options([SftArguments, SFTConfig, ModelOptions], arguments)
             stack.enter_context(claimed_output(config))
         return imitate(options, config, model_options)
 
 
-def imitate(options: SftArguments, config: SFTConfig, model_options: ModelConfig) -> int:
+def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOptions) -> int:
     """Do what main says, in an output directory that is held."""
     output = Path(config.output_dir or "")
     with setting_up():
@@ -92,11 +94,11 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelConfig
         model = load_model(model_options)
         check_lengths(examples, names, config.max_length)
         check_batches(examples, config)
-        check_adapter(empty_model(model_options), get_peft_config(model_options))
+        check_adapter(empty_model(model_options), lora_of(model_options))
         make_output(output)
     if config.process_index == 0:
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
-    lora, allowed = get_peft_config(model_options), options.allow_changed
+    lora, allowed = new_adapter_config(model_options), options.allow_changed
     trainer = fit(model, tokenizer, examples, names, config, lora, allow_changed=allowed)
     trainer.save_model(config.output_dir)
     if config.process_index == 0:

@@ -21,11 +21,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 from jobs.training import TrainArguments, dry_run, prepare, train
+from lib.adapters import ModelOptions
 from lib.options import parse_options
 from lib.output import claimed_output, finite, make_output, write_json
 from lib.reporting import make_console
 from lib.running import run_script, setting_up
-from trl import ModelConfig
 
 from turngrpo.trainer import TurnGRPOConfig
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--config", str(QUICKSTART)]
     console, started = make_console(), time.perf_counter()
     with setting_up():
-        options, config, model_options = parse_options([TrainArguments, TurnGRPOConfig, ModelConfig], given)
+        options, config, model_options = parse_options([TrainArguments, TurnGRPOConfig, ModelOptions], given)
         console.quiet = config.process_index > 0
         if options.threads is not None:
             if options.threads < 1:

@@ -83,10 +83,8 @@ scripts/evaluate.py
 scripts/inspect_group.py
     trl.GRPOTrainer().state
     trl.GRPOTrainer().train_dataset
-    trl.ModelConfig
 scripts/jobs/evaluating.py
     peft.PeftConfig
-    peft.PeftModel
     trl.ModelConfig
 scripts/jobs/inspecting.py
     transformers.PrinterCallback
@@ -106,7 +104,6 @@ scripts/jobs/inspecting.py
     trl.GRPOTrainer.remove_callback(self, callback)
     trl.GRPOTrainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
     trl.ModelConfig
-    trl.get_peft_config(model_args)
 scripts/jobs/gpu_memory.py
     peft.get_peft_model(model, peft_config, adapter_name, mixed, autocast_adapter_dtype, revision, low_cpu_mem_usage)
 scripts/jobs/quickstart.py
@@ -134,7 +131,6 @@ scripts/jobs/training.py
     trl.GRPOTrainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
     trl.ModelConfig
     trl.ScriptArguments
-    trl.get_peft_config(model_args)
 scripts/lab/data.py
     trl.ModelConfig
 scripts/lab/stages.py
@@ -154,15 +150,21 @@ scripts/lab/training.py
     trl.GRPOTrainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
     trl.ModelConfig
     trl.SFTConfig
+scripts/lib/adapters.py
+    peft.PeftConfig
+    peft.PeftModel
+    trl.ModelConfig
+    trl.get_peft_config(model_args)
 scripts/lib/loading.py
+    peft.LoraConfig
     peft.get_peft_model(model, peft_config, adapter_name, mixed, autocast_adapter_dtype, revision, low_cpu_mem_usage)
     transformers.AutoConfig
-    transformers.AutoModelForCausalLM
     transformers.AutoTokenizer
     transformers.GenerationConfig
     transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     transformers.PreTrainedModel
     transformers.PreTrainedTokenizerBase
+    transformers.Qwen2Config()._name_or_path
     trl.ModelConfig
 scripts/lib/options.py
     accelerate.utils.parse_flag_from_env(key, default)
@@ -185,12 +187,9 @@ scripts/memory_estimate.py
 scripts/sft.py
     trl.GRPOTrainer().state
     trl.GRPOTrainer.save_model(self, output_dir, _internal_call)
-    trl.ModelConfig
     trl.SFTConfig
-    trl.get_peft_config(model_args)
 scripts/train.py
     trl.GRPOTrainer.push_to_hub(self, commit_message, blocking, token, revision, private, kwargs)
-    trl.ModelConfig
 trainer/checks.py
     accelerate.utils.DistributedType
     accelerate.utils.DistributedType.MULTI_CPU
@@ -288,6 +287,7 @@ trainer/export/merge.py
     peft.utils.other.AuxiliaryTrainingWrapper
     transformers.AutoModelForCausalLM
     transformers.AutoTokenizer
+    transformers.Qwen2Config()._name_or_path
 trainer/export/model_card.py
     huggingface_hub.ModelCard
     huggingface_hub.ModelCard.from_template(card_data, template_str, ...)

@@ -31,7 +31,7 @@ ORDER = """
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates
     trainer             warm_start __init__
-    scripts/lib         schedule output options loading lookup served reporting running
+    scripts/lib         schedule output options adapters loading lookup served reporting running
     scripts/jobs        gpu_memory quickstart reading evaluating inspecting training
     scripts/lab         __init__ archive config stages data training testing report experiment
     scripts/benchmarks  workers common values floor trainers exact_kl gated_step rollout scaling train_step gpu_check

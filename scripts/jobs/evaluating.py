@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.loading import generation_config, load_model
+from lib.adapters import Adapter, put_on
+from lib.loading import generation_config, load_weights
 from lib.lookup import GATED_REWARDS, TURN_REWARDS, make_workflow
 from lib.options import OF_A_WORKFLOW, ReadingOptions, option, reading_defaults
 from lib.served import Served
-from peft import PeftConfig, PeftModel
+from peft import PeftConfig
 from trl import ModelConfig
 
 from turngrpo.trainer import MemAgent
@@ -25,7 +26,7 @@ UNGATED = "ungated"
 class EvaluateArguments(ReadingOptions):
     """What to evaluate on what, and where the numbers go."""
 
-    model: str = option(None, "Model folder or name on the Hub; with --base_url a name that the server lists.")
+    model: str = option(None, "Model or adapter (folder or name on the Hub); with --base_url a name of the server.")
     corpus: str = option(None, "Corpus file.")
     output: str = option(None, "JSON file to write; an existing one is replaced.")
     adapter: str | None = option(None, "Adapter folder; with --base_url only its manifest is read.")
@@ -91,6 +92,19 @@ def check_options(options: EvaluateArguments) -> None:
         raise ValueError(f"--output is {options.output!r}, a folder: expected a file to write")
 
 
+def find_adapter(options: EvaluateArguments) -> None:
+    """Where --model is a folder that holds an adapter, let that be --adapter and its base --model."""
+    adapter = Adapter.find(options.model)
+    if adapter is None or options.base_url is not None:
+        return
+    if options.adapter is not None and Path(options.adapter).resolve() != Path(adapter.folder).resolve():
+        raise ValueError(
+            f"--model {options.model} is itself an adapter, of {adapter.base!r}: leave --adapter out, or give the "
+            f"base of {options.adapter}"
+        )
+    options.adapter, options.model = adapter.folder, adapter.weights
+
+
 def check_workflow(options: EvaluateArguments) -> None:
     """Raise ValueError for a workflow that does not exist, or one without the gates that an option is about."""
     if options.workflow not in ("gated", "memagent"):
@@ -123,21 +137,15 @@ def policies(options: EvaluateArguments, name: str) -> dict[str, tuple[Any, bool
 
 def load(options: EvaluateArguments, config: Any) -> Any:
     """Return the model with its adapter: ValueError where it does not fit, a warning where it names another base."""
-    model: Any = load_model(
+    model: Any = load_weights(
         ModelConfig(model_name_or_path=options.model, model_revision=options.revision, dtype=options.dtype)
     ).to(config.device)
     if options.adapter is None:
         return model
     base = PeftConfig.from_pretrained(options.adapter).base_model_name_or_path
-    try:
-        adapted = PeftModel.from_pretrained(model, options.adapter)
-    except RuntimeError as error:  # torch's, with a line for every matrix
-        first = "".join(str(error).split("\n")[1:2]).strip()
-        raise ValueError(
-            f"--adapter {options.adapter} was trained on {base!r} and does not fit --model {options.model!r}: give "
-            f"its own base ({first})"
-        ) from error
-    if base not in (None, options.model) and Path(str(base)).resolve() != Path(options.model).resolve():
+    adapted = put_on(model, options.adapter, f"--adapter {options.adapter}", f"--model {options.model!r}")
+    known = (None, options.model) if options.adapter != options.model else (base,)
+    if base not in known and Path(str(base)).resolve() != Path(options.model).resolve():
         warnings.warn(f"{options.adapter} was trained on {base!r}, evaluated on {options.model!r}", stacklevel=2)
     return adapted
 

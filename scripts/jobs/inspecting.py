@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from lib.adapters import new_adapter_config
 from lib.loading import load_model, load_tokenizer, read_corpus
 from lib.lookup import make_workflow
 from lib.options import option
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PrinterCallback, TrainerCallback
-from trl import ModelConfig, get_peft_config
+from trl import ModelConfig
 
 from turngrpo.data_prep import stock_arithmetic
 from turngrpo.rewards import answer_reward, exit_reward, format_reward, stock_reward, update_reward
@@ -139,7 +140,7 @@ def make_trainer(
         args=config,
         train_dataset=pick_row(options, sizes, tokenizer),
         processing_class=tokenizer,
-        peft_config=get_peft_config(model),
+        peft_config=new_adapter_config(model),
         workflow=make_workflow(options.workflow, layout=options.layout, instruction=options.instruction, **strict),
         turn_reward_funcs=update_reward if gated else None,
     )

@@ -10,7 +10,8 @@ from datasets import load_dataset
 from jobs.gpu_memory import memory_parts, memory_table, model_sizes
 from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
-from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, read_corpus, sample_rows
+from lib.adapters import new_adapter_config
+from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, lora_of, read_corpus, sample_rows
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
 from lib.options import OF_A_WORKFLOW, option
 from lib.reporting import RunLog, policies_table, write_curves
@@ -20,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from transformers import PrinterCallback, ProgressCallback
-from trl import ModelConfig, ScriptArguments, get_peft_config
+from trl import ModelConfig, ScriptArguments
 
 from turngrpo.data_prep import corpus_facts
 from turngrpo.data_prep.corpus import project_digest
@@ -120,7 +121,7 @@ def prepare(
     run = Run(
         options, config, model_options, rewards, turn_rewards, workflow, tokenizer, train, validation, console, seconds
     )
-    model, lora = empty_model(model_options), get_peft_config(model_options)
+    lora, model = lora_of(model_options), empty_model(model_options)
     for name, rows in (("train", train), ("validation", validation)):
         check_rows(workflow, rows, name, config, model)
     check_adapter(model, lora)
@@ -172,7 +173,7 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
 
 def memory(run: Run) -> Table:
     """Return a table of rough gigabytes that the run needs on one GPU."""
-    sizes = model_sizes(empty_model(run.model_options), get_peft_config(run.model_options))
+    sizes = model_sizes(empty_model(run.model_options), lora_of(run.model_options))
     width = 4 if run.model_options.dtype in (None, "float32", "auto") else 2
     return memory_table(memory_parts(sizes, run.config, width), str(run.model_options.model_name_or_path))
 
@@ -227,7 +228,7 @@ def make_trainer(run: Run) -> TurnGRPOTrainer:
         train_dataset=run.train,
         eval_dataset=run.validation if run.config.eval_strategy != "no" else None,
         processing_class=run.tokenizer,
-        peft_config=get_peft_config(run.model_options),
+        peft_config=new_adapter_config(run.model_options),
         workflow=run.workflow,
         turn_reward_funcs=run.turn_rewards or None,
     )

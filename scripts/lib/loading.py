@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model
+from lib.adapters import Adapter, adapter_config, put_on, weights_of
+from peft import LoraConfig, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
@@ -17,6 +17,7 @@ from transformers import (
 from trl import ModelConfig
 
 from turngrpo.data_prep import load_corpus
+from turngrpo.trainer.export.merge import load_base
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -45,6 +46,8 @@ def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokeni
         raise ValueError("--model_name_or_path is missing: expected a model's folder or its name on the Hub")
     if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ValueError(f"found no folder {name!r}: expected a model's folder or its name on the Hub")
+    if not Path(name, "tokenizer_config.json").is_file():
+        name = weights_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
     except (OSError, ValueError) as error:
@@ -60,8 +63,23 @@ def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokeni
     return tokenizer
 
 
-def load_model(options: ModelConfig) -> PreTrainedModel:
-    """Load the causal model in the dtype asked for (full precision by default), without an adapter."""
+def load_model(options: ModelConfig) -> Any:
+    """Load the causal model in the dtype asked for (full precision by default).
+
+    Where an adapter's folder is named, and --use_peft says to go on with it, the model is its base with the adapter on
+    it, trainable.
+    """
+    adapter = Adapter.find(options.model_name_or_path)
+    lora_of(options)
+    base = load_weights(options)
+    if adapter is None:
+        return base
+    base.name_or_path = base.config._name_or_path = adapter.base
+    return put_on(base, adapter.folder, adapter.folder, f"the weights in {adapter.weights!r}", trainable=True)
+
+
+def load_weights(options: ModelConfig) -> PreTrainedModel:
+    """Load the causal model as load_model does, without an adapter that lies in its folder or is the folder's all."""
     if options.load_in_4bit or options.load_in_8bit:
         raise ValueError(
             "--load_in_4bit and --load_in_8bit are not honoured: set --dtype bfloat16, float16 or float32"
@@ -70,9 +88,11 @@ def load_model(options: ModelConfig) -> PreTrainedModel:
     dtype = options.dtype or "float32"
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
-    return AutoModelForCausalLM.from_pretrained(
-        name,
-        revision=options.model_revision,
+    adapter = Adapter.find(name)
+    revision = options.model_revision if adapter is None else adapter.config.revision
+    return load_base(
+        weights_of(name),
+        revision,
         dtype="auto" if dtype == "auto" else getattr(torch, dtype),
         attn_implementation=options.attn_implementation,
     )
@@ -81,13 +101,26 @@ def load_model(options: ModelConfig) -> PreTrainedModel:
 def empty_model(options: ModelConfig) -> PreTrainedModel:
     """Return the model without its weights (on the meta device), for counting."""
     name: Any = options.model_name_or_path
-    config = AutoConfig.from_pretrained(name, revision=options.model_revision)
+    adapter = Adapter.find(name)
+    revision = options.model_revision if adapter is None else adapter.config.revision
+    config = AutoConfig.from_pretrained(weights_of(name), revision=revision or "main")
     kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING
     kind = kinds.get(type(config), None)
     if kind is None:
         raise ValueError(f"--model_name_or_path is {name!r}, a {config.model_type}: expected a causal language model")
     with torch.device("meta"):
         return kind(config)  # not from_config, which under ZeRO-3 cuts up weights that are not there
+
+
+def linear_modules(options: ModelConfig) -> Any:
+    """Return the modules that target_modules="all-linear" stands for."""
+    model: Any = get_peft_model(empty_model(options), LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model.peft_config["default"].target_modules
+
+
+def lora_of(options: ModelConfig) -> Any:
+    """Return the config of the adapter that is trained, a new one or that of the folder named; None without one."""
+    return adapter_config(options, lambda: linear_modules(options))
 
 
 def check_adapter(model: PreTrainedModel, lora: Any) -> None:

@@ -62,9 +62,9 @@ def _part_ends(causal: Any) -> None:
 
 def _without_adapter(module: Any) -> Any:
     """Return the layer of the base model inside of what PEFT has put around it."""
-    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        tuned = isinstance(module, BaseTunerLayer)
-        module = module.get_base_layer() if tuned else module.original_module
+    kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    while isinstance(module, kinds):
+        module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module.original_module
     return module
 
 
@@ -96,7 +96,7 @@ def load_base(name: str, revision: str | None, **options: Any) -> Any:
             options = {"dtype": "auto", "revision": revision or "main"} | options
             model = AutoModelForCausalLM.from_pretrained(place, **options)
     except OSError as error:
-        raise ValueError(f"the base model {name} cannot be loaded: merge where it can. {error}") from error
+        raise ValueError(f"the model {name} cannot be loaded: expected it here or on the Hub. {error}") from error
     model.name_or_path = model.config._name_or_path = name
     return model
 
