@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
 from tiny import tiny_model, word_tokenizer
 from torch import nn
+from training import make_trainer
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 from trl import GRPOConfig
 
@@ -503,3 +504,28 @@ def test_streams_and_workflows_without_a_bound_are_left_to_the_rollout():
     check(IterableDataset.from_generator(lambda: iter(text_rows(99))))
     check(None)
     check(text_rows(99), workflow=SimpleNamespace())
+
+
+# ---- what is evaluated is not trained on ----
+
+
+def some_rows(ids, projects):
+    prompts = ["code of red" for _ in ids]
+    return Dataset.from_dict({"prompt": prompts, "id": ids, "project": projects})
+
+
+@pytest.mark.parametrize(
+    ("ids", "projects", "message"),
+    [
+        (["a", "x", "y"], ["q", "q", "q"], "the train and the eval dataset share 1 values of 'id' \\('a'\\)"),
+        (["x", "y", "z"], ["q", "p", "r"], "share 2 values of 'project' \\('p', 'r'\\)"),
+    ],
+)
+def test_training_and_evaluation_share_neither_ids_nor_projects(ids, projects, message, tmp_path):
+    train = some_rows(list("abcdef"), list("pppprr"))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, dataset=train, eval_dataset=some_rows(ids, projects))
+    with pytest.raises(ValueError, match="the train and the far dataset share"):
+        make_trainer(tmp_path, dataset=train, eval_dataset={"far": some_rows(ids, projects)})
+    make_trainer(tmp_path, dataset=train, eval_dataset=some_rows(ids, projects), allow_overlap=True)
+    make_trainer(tmp_path, dataset=train, eval_dataset=some_rows(["x"], ["q"]))

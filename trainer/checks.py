@@ -3,7 +3,7 @@
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -342,6 +342,22 @@ def check_rewards(config: TurnGRPOConfig, workflow: Any, names: list[str], turn_
             "or pass turn_reward_funcs",
             stacklevel=5,
         )
+
+
+def check_overlap(train: Any, evaluation: Mapping[str, Any], allowed: bool) -> None:
+    """Refuse evaluation rows whose id or project is a training row's, unless `allowed`; streams are not read."""
+    columns = set(getattr(train, "column_names", None) or ())
+    for name, dataset in evaluation.items():
+        if allowed or not hasattr(train, "__len__") or not hasattr(dataset, "__len__"):
+            continue
+        for column in sorted({"id", "project"} & columns & set(getattr(dataset, "column_names", None) or ())):
+            shared = sorted(map(str, set(train[column]) & set(dataset[column])))
+            if shared:
+                raise ValueError(
+                    f"the train and the {name} dataset share {len(shared)} values of {column!r} "
+                    f"({', '.join(map(repr, shared[:5]))}): what is evaluated would be trained on; split by project "
+                    "(data_prep.split_by_project), or set allow_overlap=True"
+                )
 
 
 def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any = None) -> None:

@@ -82,6 +82,7 @@ class TurnGRPOConfig(GRPOConfig):
         "says them, such as rewards, workflow.layout or learning_rate.",
     )
     ledger: bool = _our(True, "Write every rollout to output_dir/rollouts as Parquet before training on it.")
+    allow_overlap: bool = _our(False, "Evaluate on rows whose ids or projects are trained on too.")
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")
     eval_seed: int = _our(0, "Seed of the sampling noise in evaluation, the same at every evaluation.")

@@ -20,6 +20,7 @@ from turngrpo.trainer.checks import (
     check_arguments,
     check_hooks,
     check_model,
+    check_overlap,
     check_rewards,
     check_rows,
     check_without_workflow,
@@ -144,6 +145,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
             check_rows(workflow, dataset, name, self.args, self.model)
+        check_overlap(self.train_dataset, evaluation, self.args.allow_overlap)
         zero_dropout(self.model)
         use_adapted_products(self.model)
         if self.is_deepspeed_enabled and self.args.bf16:

@@ -168,6 +168,7 @@ def gated(folder, **options):
         TokenGates(strict_format=False),
         dataset=corpus(),
         eval_dataset=corpus(),
+        allow_overlap=True,
         reward_funcs=[token_reward, exit_reward],
         turn_reward_funcs=[update_reward, length_turn_reward],
         per_device_train_batch_size=8 // processes,
