@@ -10,6 +10,7 @@ import sys
 import time
 import types
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from tiny import adapted_model, save_base, sharpen, tiny_model, word_tokenizer
 from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from turngrpo.trainer import GatedMemory, TurnGRPOConfig
+from turngrpo.trainer.export.exporter import Exporter
 from turngrpo.trainer.export.merge import merge_version
 from turngrpo.trainer.export.versions import check_name, export_adapter, export_checkpoint, next_version, read_version
 
@@ -48,7 +51,7 @@ def logits(model):
 
 def versions(folder):
     """Names of what an export leaves, without the lock."""
-    return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
+    return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".lock"))
 
 
 def test_export_holds_the_trained_adapter_alone(trained, tmp_path):
@@ -400,3 +403,34 @@ def test_merging_an_adapted_embedding_leaves_the_head_that_was_tied_to_it(tmp_pa
     # With the merged embedding in the head's place logits would differ by more than 1.
     wrong = merged.model(TOKENS).last_hidden_state @ merged.model.embed_tokens.weight.T
     assert (logits(merged) - logits(model)).abs().max() < 1e-4 < 1 < (wrong - logits(model)).abs().max()
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", "a/b", "", "a" * 201, "\u00e9" * 101, "\n"])
+def test_names_that_are_no_folders_write_nothing(name, tmp_path):
+    exporter = Exporter(SimpleNamespace(output_dir=str(tmp_path / "run")), None, None, None)
+    if name:
+        with pytest.raises(ValueError, match="the adapter's name is "):
+            exporter.export(name, None, None, None)
+    with pytest.raises(ValueError, match="the adapter's name is ") as caught:
+        check_name(name)
+    assert len(str(caught.value)) < 250 and not list(tmp_path.iterdir())
+    check_name("a" * 200)
+    check_name("\u00e9" * 100)  # 200 bytes
+
+
+def test_nothing_secret_and_no_path_stands_in_a_version(tmp_path):
+    secret = {"model_init_kwargs": {"token": "hf_secret"}, "hub_token": "hf_secret"}
+    config = TurnGRPOConfig(
+        str(tmp_path / "out"), use_cpu=True, bf16=False, report_to="none", run_name="hf_secret", seed=7,
+        vllm_base_url=["http://user:hf_secret@host:8000"], **secret,
+    )  # fmt: skip
+    exporter = Exporter(config, None, None, GatedMemory())
+    script = {"corpus": str(tmp_path / "corpus.jsonl"), "split_seed": 3, "train_projects": ["0123456789abcdef"]}
+    model = {"model_name_or_path": str(tmp_path / "base"), "lora_r": 16, "lora_model_path": str(tmp_path)}
+    exporter.provenance = {"config": {"script": script, "model": model, "other": {"password": "hf_secret"}}}
+    facts = exporter.facts(3)
+    text = json.dumps(facts, default=str)
+    assert "hf_secret" not in text and str(tmp_path) not in text
+    assert facts["config"]["trainer"]["seed"] == 7 and facts["config"]["model"] == {"lora_r": 16}
+    assert facts["config"]["script"] == {"split_seed": 3, "train_projects": ["0123456789abcdef"]}
+    assert facts["config"]["reading"]["workflow"] == "gated"

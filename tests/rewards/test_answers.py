@@ -128,13 +128,13 @@ def test_the_time_grows_with_the_length(piece, ends):
     def seconds(pieces):
         text, found = ends[0] + piece * pieces + ends[1], []
         for _ in range(4):
-            started = time.perf_counter()
+            started = time.process_time()  # what other processes take of the cores does not count
             normalize_answer(text)
-            found.append(time.perf_counter() - started)
+            found.append(time.process_time() - started)
         return min(found)
 
     # Ten times the text takes some ten times as long; with the square of the length it would be a hundred times.
-    assert seconds(20_000) < 35 * seconds(2000)
+    assert any(seconds(40_000) < 50 * seconds(4000) for _ in range(3))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_a_warm_started_adapter_is_trained_further_and_evaluated(start, tmp_path
     assert (warm - logits(base(start))).abs().max() > 0.05
     assert 0 < (trained - warm).abs().max() < 0.5 * (trained - logits(base(start))).abs().max()
     config = json.loads((version / "adapter_config.json").read_text())
-    assert config["r"] == 4 and manifest["config"]["model"]["model_name_or_path"] == str(start / "warm")
+    assert config["r"] == 4
     reports = []
     for model in ([str(version)], [str(start / "model"), "--adapter", str(version)]):
         output = tmp_path / "evaluation.json"

@@ -8,7 +8,14 @@ from typing import Any
 from huggingface_hub import HfApi
 
 from turngrpo.trainer.export.hub import push_version
-from turngrpo.trainer.export.versions import RUN_FILE, evaluation_at, export_adapter, has_trained_adapter, run_facts
+from turngrpo.trainer.export.versions import (
+    RUN_FILE,
+    check_name,
+    evaluation_at,
+    export_adapter,
+    has_trained_adapter,
+    run_facts,
+)
 
 SHORT_NAMES = {"GatedMemory": "gated", "MemAgent": "memagent", "SingleTurn": "single_turn"}
 WORKFLOW_OPTIONS = ("layout", "instruction", "strict_format", "exit_gate")
@@ -16,6 +23,28 @@ READING_LIMITS = (
     "chunk_size max_prompt_length max_completion_length max_memory_tokens chat_template_kwargs reward_weights "
     "turn_reward_weights"
 ).split()
+
+
+# All that a version says of a config: no token, no password, no path of the machine it was trained on.
+PUBLIC = {
+    "trainer": (
+        "alpha turn_baseline turn_reward_weights advantage_epsilon kl behavior_check behavior_tolerance chunk_size "
+        "max_prompt_length max_memory_tokens max_tokens_per_microbatch rollout_batch_tokens share_prefix "
+        "rollout_engine "
+        "eval_temperature eval_top_p eval_seed beta epsilon epsilon_high loss_type scale_rewards reward_weights "
+        "use_bias_correction_kl num_generations num_generations_eval num_iterations steps_per_generation "
+        "generation_batch_size temperature max_completion_length chat_template_kwargs seed data_seed learning_rate "
+        "lr_scheduler_type warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm optim max_steps "
+        "num_train_epochs per_device_train_batch_size gradient_accumulation_steps gradient_checkpointing bf16 fp16"
+    ).split(),
+    "script": (
+        "workflow layout instruction strict_format exit_gate validation_fraction split_seed reward_funcs "
+        "turn_reward_funcs validation_rows validation_members train_projects quickstart"
+    ).split(),
+    "model": (
+        "dtype attn_implementation use_peft lora_r lora_alpha lora_dropout lora_target_modules use_rslora use_dora"
+    ).split(),
+}
 
 
 def is_private(args: Any, private: bool | None) -> bool:
@@ -39,8 +68,11 @@ class Exporter:
 
     def facts(self, update: int) -> dict[str, Any]:
         """Return what a version says of the run after `update` updates."""
-        config = {"workflow": type(self.workflow).__name__, "trainer": self.args.to_dict()}
-        config |= {"reading": self._reading()} | self.provenance.get("config", {})
+        given = {"trainer": self.args.to_dict(), **self.provenance.get("config", {})}
+        config: dict[str, Any] = {"workflow": type(self.workflow).__name__}
+        for part, names in PUBLIC.items():
+            config[part] = {name: given[part][name] for name in names if name in given.get(part, {})}
+        config["reading"] = self._reading()
         return {"corpus": self.provenance.get("corpus"), "config": config, "update": update}
 
     def _reading(self) -> dict[str, Any]:
@@ -61,6 +93,7 @@ class Exporter:
     ) -> Path:
         """Write the next version; see TurnGRPOTrainer.export_adapter. `state` is the TrainerState."""
         output = Path(self.args.output_dir).resolve()
+        check_name(name or output.name)  # before it is a part of a path
         name = name or (self.exported.parent.name if self.exported else output.name)
         self.exported = export_adapter(
             self.model,

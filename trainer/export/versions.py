@@ -31,6 +31,7 @@ from turngrpo.trainer.forward.policy import TRAINED
 FORMAT, MERGED_FORMAT = "turngrpo-adapter/1", "turngrpo-merged/1"
 MANIFEST, RUN_FILE = "manifest.json", "turngrpo_run.json"
 WEIGHTS, CONFIG, TOKENIZER = "adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"
+LONGEST_NAME = 200  # bytes: file systems take 255, and some of them are for what is beside it
 NAME = re.compile(r"\w[\w .+-]*")
 
 
@@ -156,9 +157,13 @@ def evaluation_at(log_history: list[dict[str, Any]], update: int) -> dict[str, f
 
 
 def check_name(name: str) -> None:
-    """Raise ValueError for a name of an adapter that is no plain folder name."""
+    """Raise ValueError for a name of an adapter that is no plain folder name, or too long for one."""
+    shown = repr(name if len(name) <= 60 else f"{name[:60]}...")
     if not NAME.fullmatch(name):
-        raise ValueError(f"the adapter's name is {name!r}: expected letters, digits, '_', '-', '.', '+' and spaces")
+        raise ValueError(f"the adapter's name is {shown}: expected letters, digits, '_', '-', '.', '+' and spaces")
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if size > LONGEST_NAME:
+        raise ValueError(f"the adapter's name is {shown} of {size} bytes: expected at most {LONGEST_NAME}")
 
 
 def read_version(version: str | os.PathLike[str], *formats: str) -> dict[str, Any]:
