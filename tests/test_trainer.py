@@ -294,8 +294,10 @@ def test_the_reference_is_the_policy_as_training_began(kind, tmp_path):
     assert trainer.reference.digest() == before
     assert all(torch.equal(p, frozen[n]) for n, p in trainer.model.named_parameters() if n in frozen)
     if kind == "warm-started lora":
-        assert any(".ref." in name for name in frozen)
+        assert list(trainer.model.peft_config) == ["default"]  # the copy is no adapter that a checkpoint could hold
         assert not any(".default." in name for name in frozen)
+        next(iter(trainer.reference._kept.values())).data.add_(1e-3)
+        assert trainer.reference.digest() != before
 
 
 def test_a_reference_that_moves_is_an_error(tmp_path):
