@@ -58,7 +58,7 @@ class ServedAdapter:
         return name
 
     def _push(self) -> str:
-        trained = [(name, p) for name, p in self.model.named_parameters() if f".{TRAINED}." in name]
+        trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         digest = tensors_digest(trained)
         if self.name is not None and digest == self._digest:
             return self.name
