@@ -275,7 +275,7 @@ def sharded(tmp_path_factory):
     ],
 )
 def test_the_gradient_that_shards_step_with_is_that_of_one_process(engine, case, one, sharded):
-    whole, parts = one("lora" if "lora" in case else "full"), results(sharded(engine), case, ENGINES[engine])
+    whole, parts = one("full" if case == "loaded" else case), results(sharded(engine), case, ENGINES[engine])
     assert sorted(part["own_turns"] for part in parts) == [3, 9]
     assert [tokens for part in parts for tokens in part["tokens"]] == whole["tokens"]
     for part in parts:  # the engine's mean over processes, or its scaling by accumulation, would be off by 2

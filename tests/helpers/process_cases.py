@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -24,7 +25,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from openai_server import serving
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tiny import sharpen, tiny_model, word_tokenizer
 from torch.distributed.tensor import DTensor
 from training import ParityWorkflow, length_turn_reward, make_trainer, token_reward
@@ -128,11 +129,17 @@ class Gradients(TrainerCallback):
 def gradient(folder, lora=False, split=False, **options):
     """One update of six trajectories in equal parts: 3 turns against 9, or one group over all processes."""
     keeper, processes = Gradients(), PartialState().num_processes
+    sizes: Any = {"r": 4, "target_modules": "all-linear"}
+    torch.manual_seed(0)  # of a new adapter's matrices
+    if lora and "model" in options:
+        options["peft_config"] = LoraConfig(**sizes)
+    elif lora:  # a warm start, whose every matrix gets a gradient
+        warm = LoraConfig(**sizes, init_lora_weights=False)
+        options["model"] = get_peft_model(tiny_model(len(word_tokenizer())), warm)
     trainer = make_trainer(
         folder,
         ParityWorkflow() if split else CountedWorkflow(),
         dataset=None if split else counted_rows(),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None,
         per_device_train_batch_size=6 // processes,
         num_generations=6 if split else 3,
         max_tokens_per_microbatch=24,
