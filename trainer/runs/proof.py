@@ -30,13 +30,26 @@ class ResumeError(ValueError):
     """A checkpoint that this run cannot go on from."""
 
 
+def _types_of_deepspeed(path: Path) -> list[Any]:
+    """Return the plain records that DeepSpeed (0.19) keeps in its own files, which lie in a folder global_stepN."""
+    if not path.parent.name.startswith("global_step"):
+        return []
+    try:
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+    except ImportError:
+        return []
+    return [LossScaler, ZeroStageEnum, fragment_address]
+
+
 def read_torch(path: Path) -> Any:
     """Return what a torch file holds, tensors and plain values alone; nothing in it can run.
 
     Raises ResumeError for one that holds code or is broken.
     """
     try:
-        with torch.serialization.safe_globals(PLAIN_TYPES):
+        with torch.serialization.safe_globals(PLAIN_TYPES + _types_of_deepspeed(path)):
             return torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
         text = str(error).strip().splitlines()
