@@ -434,7 +434,6 @@ trainer/runs/identity.py
 trainer/runs/proof.py
     deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum
-    deepspeed.utils.tensor_fragment.fragment_address
     torch.load(f, map_location, weights_only, ...)
     torch.serialization.safe_globals
     transformers.trainer_utils.PREFIX_CHECKPOINT_DIR

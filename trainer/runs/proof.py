@@ -1,6 +1,7 @@
 """The proof of a checkpoint: size and SHA-256 of every file, written last and checked before anything is read."""
 
 import hashlib
+import importlib
 import json
 import pickle
 import re
@@ -37,10 +38,12 @@ def _types_of_deepspeed(path: Path) -> list[Any]:
     try:
         from deepspeed.runtime.fp16.loss_scaler import LossScaler
         from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
+
+        # A class of the same name stands in front of this module.
+        fragments = importlib.import_module("deepspeed.utils.tensor_fragment")
     except ImportError:
         return []
-    return [LossScaler, ZeroStageEnum, fragment_address]
+    return [LossScaler, ZeroStageEnum, fragments.fragment_address]
 
 
 def read_torch(path: Path) -> Any:
