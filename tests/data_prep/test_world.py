@@ -334,7 +334,7 @@ def test_sources_without_text_are_refused(tmp_path):
 
 
 def test_the_script_makes_a_corpus_that_loads(tmp_path, capsys):
-    script = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "prepare_corpus.py"))["main"]
+    script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "prepare_corpus.py"))["main"]
     docs = make_docs(tmp_path / "docs", "alpha", "delta")
     output = tmp_path / "world.jsonl"
     arguments = ["world", "--source", str(docs), "--output", str(output), "--chunk_size", "60"]

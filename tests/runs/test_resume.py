@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from turngrpo.trainer import TurnGRPOTrainer
 from turngrpo.trainer.runs.compare import compare_states
+from turngrpo.trainer.runs.ledger import Ledger
 from turngrpo.trainer.runs.proof import ResumeError, write_proof
 from turngrpo.trainer.runs.resume import EpochSampler
 
@@ -165,9 +166,11 @@ def test_leaving_out_any_one_component_shows(component, stop, straight, tmp_path
         forget_file(component)(monkeypatch, tmp_path, stop)
     else:
         forget(monkeypatch)
-    if component in ("iteration counter", "buffer"):  # the ledger alone would notice
-        with pytest.raises(ValueError, match="is next; a rollout is optimised once"):
-            run(tmp_path, resume=stop)
+    if component in ("iteration counter", "buffer"):  # the count of rollouts alone notices, kept on disk or not
+        for ledger in (True, False):
+            with pytest.raises(ValueError, match="is next; a rollout is optimised once"):
+                run(tmp_path, resume=stop, ledger=ledger)
+        monkeypatch.setattr(Ledger, "record", lambda self, iteration, rows: None)
     run(tmp_path, resume=stop, ledger=False)
     differences = compare_states(straight({}) / "checkpoint-8", tmp_path / "checkpoint-8")
     assert any("model.safetensors" in line for line in differences), differences[:5]
