@@ -84,7 +84,7 @@ def export(tiny, folder, checkpoint):  # noqa: F811
 
 def evaluate_adapter(tiny, folder, checkpoint):  # noqa: F811
     model = ["--model", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl"), "--rows", "1"]
-    output = ["--adapter", str(checkpoint), "--output", str(folder / "evaluation.json")]
+    output = ["--workflow", "gated", "--adapter", str(checkpoint), "--output", str(folder / "evaluation.json")]
     evaluate.main([*model, *output, *READING, *LIMITS])
 
 
