@@ -9,7 +9,8 @@
         --output evaluation.json
 
 --compare_base also evaluates prompting alone (the adapter switched off) on the same rows and the same sampling noise,
-and gives the paired difference. --ignore_exit also reads every document to its end whatever the exit gate says.
+and gives the paired difference; --baselines adds every policy that a trained reader should beat. --ignore_exit also
+reads every document to its end whatever the exit gate says.
 On several processes (accelerate launch) each reads its share of the rows and process 0 writes.
 Options left out that say how the model reads and how the corpus is split are those the adapter was trained with (its
 manifest.json), or the defaults of training. With --base_url a served model or adapter reads (see read_document.py);
@@ -23,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from datasets import concatenate_datasets
 from jobs.evaluating import (
     CONFIG,
     DEFAULTS,
-    UNGATED,
+    DOCUMENT,
     EvaluateArguments,
     check_options,
     check_workflow,
@@ -34,6 +36,7 @@ from jobs.evaluating import (
     find_adapter,
     load,
     policies,
+    take_baselines,
 )
 from lib.loading import load_tokenizer, read_corpus, sample_rows
 from lib.lookup import TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards
@@ -77,6 +80,7 @@ def evaluate(options: EvaluateArguments) -> int:
         served = Served.find(server, options.model) if server else None
         options.adapter = options.adapter or (served.adapter_folder if served else None)
         taken = resolve(options, DEFAULTS, options.adapter)
+        take_baselines(options, base=bool(served.base if served else options.adapter))
         check_workflow(options)
         rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
         turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
@@ -88,7 +92,8 @@ def evaluate(options: EvaluateArguments) -> int:
         fraction: Any = options.validation_fraction
         seed: Any = options.split_seed
         corpus = read_corpus(options.corpus, fraction, seed, tokenizer, config.chunk_size)
-        rows = list(sample_rows(corpus[options.split], options.rows, seed))
+        data = concatenate_datasets(list(corpus.values())) if options.split == "all" else corpus[options.split]
+        rows = list(sample_rows(data, options.rows, seed))
         if not options.allow_overlap:
             check_held_out(rows, options.adapter)
         sampling: dict[bool, Any] = {}
@@ -104,6 +109,12 @@ def evaluate(options: EvaluateArguments) -> int:
             workflow.bind(tokenizer, config)
         check_rows(chosen[name][0], rows, options.split, config, model)
     console.print(sources_table(taken))
+    if DOCUMENT in chosen:
+        try:
+            check_rows(chosen[DOCUMENT][0], rows, options.split, config, model)
+        except ValueError as error:
+            console.print(f"{DOCUMENT}: left out, {str(error).splitlines()[0]}", highlight=False, markup=False)
+            del chosen[DOCUMENT]
     try_rewards(rows[0], options.members, chosen[name][0], tokenizer, config, rewards, turn_rewards)
     results: dict[str, Evaluation] = {}
     for label, (workflow, base) in chosen.items():
@@ -111,20 +122,17 @@ def evaluate(options: EvaluateArguments) -> int:
         with model.disable_adapter() if base and model is not None else contextlib.nullcontext():
             results[label] = evaluate_policy(model, tokenizer, workflow, rows, config, rewards, turn_rewards, **reads)
         console.print(f"{label}: {len(rows)} rows in {results[label].seconds:.1f} seconds", highlight=False)
-    differences = paired_difference(results["base"], results["adapter"]) if options.compare_base else None
-    gains = paired_difference(results[UNGATED], results[name]) if options.compare_ungated else None
-    shown = {label: results[label] for label in ("base", "adapter", "model") if label in results}
-    console.print(metrics_table(shown, differences))
-    if gains is not None:
-        console.print(metrics_table({label: results[label] for label in (UNGATED, name)}, gains))
-    console.print(policies_table(results, f"{options.split}: {len(rows)} rows x {options.members}, 95% intervals"))
+    gains = {label: paired_difference(other, results[name]) for label, other in results.items() if label != name}
+    shown = {label: results[label] for label in ("base", name) if label in results}
+    console.print(metrics_table(shown, gains.get("base")))
+    title = f"{options.split}: {len(rows)} rows x {options.members}, 95% intervals"
+    console.print(policies_table(results, title, name, gains))
     report = {
         "options": vars(options),
         "corpus_digest": corpus_digest(options.corpus),
         "rows": len(rows),
         "policies": {label: evaluation.summary() for label, evaluation in results.items()},
-        "adapter_minus_base": differences,
-        f"{name}_minus_ungated": gains,
+        **{f"{name}_minus_{label.replace(' ', '_')}": gain for label, gain in gains.items()},
         "taken_from": {option: source for option, (_, source) in taken.items()},
     }
     if PartialState().is_main_process:

@@ -29,7 +29,7 @@ ORDER = """
     trainer/runs        __init__ proof identity fingerprint checkpoints resume ledger compare
     trainer/export      __init__ model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
-    trainer/evaluation  __init__ intervals evaluate forced_gates
+    trainer/evaluation  __init__ intervals evaluate forced_gates whole_document
     trainer             warm_start __init__
     scripts/lib         schedule output options adapters loading lookup served reporting running
     scripts/jobs        gpu_memory quickstart reading evaluating inspecting training

@@ -16,10 +16,11 @@ from trl import ModelConfig
 from turngrpo.trainer import MemAgent
 from turngrpo.trainer.evaluation.evaluate import eos_ids
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
+from turngrpo.trainer.evaluation.whole_document import WholeDocument
 from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import Server
 
-UNGATED = "ungated"
+UNGATED, DOCUMENT = "ungated", "whole document"
 
 
 @dataclass
@@ -36,15 +37,17 @@ class EvaluateArguments(ReadingOptions):
     concurrency: int = option(16, "Requests open at once, with --base_url; >= 1.")
     revision: str = option("main", "Revision of the model.")
     dtype: str = option("auto", "Precision of the weights: auto, float32, bfloat16 or float16.")
-    split: str = option("validation", "validation or train.")
+    split: str = option("validation", "validation or train; all for a corpus that nothing was trained on.")
     validation_fraction: float | None = option(None, "Share of the projects that are held out; 0.1.")
     split_seed: int | None = option(None, "Seed of the split by project; 0.")
     rows: int | None = option(None, "Only a sample of so many rows.")
     members: int = option(1, "Readings of every row, >= 1.")
     compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
     ignore_exit: bool = option(False, "Also with the exit gate ignored.")
+    compare_document: bool = option(False, "Also the whole document in one prompt, where every document fits.")
     compare_ungated: bool = option(False, "Also as MemAgent reads, without gates, with the paired difference.")
     trivial_policies: bool = option(False, "Also with forced gates: always no, always yes, to the end, stop at once.")
+    baselines: bool = option(False, "--compare_base, --compare_ungated, --compare_document and --trivial_policies.")
     allow_overlap: bool = option(False, "Evaluate on rows of projects that the adapter was trained on.")
     reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path; the training's.")
     turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path; the training's.")
@@ -76,8 +79,8 @@ def check_options(options: EvaluateArguments) -> None:
     for name, what in expected.items():
         if not getattr(options, name):
             raise ValueError(f"--{name} is missing: expected {what}")
-    if options.split not in ("train", "validation"):
-        raise ValueError(f"--split is {options.split!r}: expected train or validation")
+    if options.split not in ("train", "validation", "all"):
+        raise ValueError(f"--split is {options.split!r}: expected train, validation or all")
     if options.concurrency < 1:
         raise ValueError(f"--concurrency is {options.concurrency}: expected 1 or more")
     if options.compare_base and options.adapter is None and options.base_url is None:
@@ -105,6 +108,13 @@ def find_adapter(options: EvaluateArguments) -> None:
     options.adapter, options.model = adapter.folder, adapter.weights
 
 
+def take_baselines(options: EvaluateArguments, base: bool) -> None:
+    """Ask for every policy that --baselines means; `base`: there is an adapter, whose base can read without it."""
+    if options.baselines:
+        options.compare_base, options.compare_document = base, True
+        options.compare_ungated = options.trivial_policies = options.workflow == "gated"
+
+
 def check_workflow(options: EvaluateArguments) -> None:
     """Raise ValueError for a workflow that does not exist, or one without the gates that an option is about."""
     if options.workflow not in ("gated", "memagent"):
@@ -128,6 +138,8 @@ def policies(options: EvaluateArguments, name: str) -> dict[str, tuple[Any, bool
         chosen["exit ignored"] = make_workflow("gated", **given | {"exit_gate": False}), False
     if options.compare_ungated:
         chosen[UNGATED] = MemAgent(), False
+    if options.compare_document:
+        chosen[DOCUMENT] = WholeDocument(), False
     if options.trivial_policies:
         kept = {key: value for key, value in given.items() if value is not None and key != "exit_gate"}
         for label, gates in TRIVIAL_GATES.items():

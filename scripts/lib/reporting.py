@@ -88,15 +88,33 @@ def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def policies_table(policies: Mapping[str, Evaluation], title: str) -> Table:
-    """Return one line per policy: the main metrics with half the width of their 95% intervals."""
+def policies_table(
+    policies: Mapping[str, Evaluation],
+    title: str,
+    name: str = "",
+    gains: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Table:
+    """Return one line per policy: the main metrics with half the width of their 95% intervals.
+
+    Below each stands, where `gains` has it, what the policy `name` is better by, paired row by row.
+    """
     table = Table(title=title)
     table.add_column("policy", no_wrap=True)
     for heading in COLUMNS.values():
         table.add_column(heading, justify="right", no_wrap=True)
     for label, evaluation in policies.items():
-        table.add_row(label, *(cell(evaluation, name) for name in COLUMNS))
+        table.add_row(label, *(cell(evaluation, metric) for metric in COLUMNS))
+        if gains and label in gains:
+            table.add_row(f"  {name} - it", *(gain(gains[label].get(metric)) for metric in COLUMNS), style="dim")
     return table
+
+
+def gain(found: Mapping[str, Any] | None) -> str:
+    """Return a paired difference as "+0.120 ±0.03", or nothing where it was not observed."""
+    if found is None:
+        return ""
+    low, high = found["interval"]
+    return f"{found['difference']:+.3f} ±{(high - low) / 2:.2f}"
 
 
 def cell(evaluation: Evaluation, name: str) -> str:

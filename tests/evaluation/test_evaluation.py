@@ -10,7 +10,7 @@ from turngrpo.rewards import answer_reward, exit_reward, format_reward, update_r
 from turngrpo.trainer import GatedMemory, Trajectory, TurnGRPOConfig
 from turngrpo.trainer.evaluation.evaluate import evaluate_policy, evidence_place, paired_difference, try_rewards
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
-from turngrpo.trainer.evaluation.intervals import Observations, bootstrap_intervals
+from turngrpo.trainer.evaluation.intervals import Observations, bootstrap_intervals, share_intervals, wilson
 from turngrpo.trainer.reward_calls import RewardError
 
 REWARDS = [answer_reward, exit_reward, format_reward]
@@ -126,6 +126,44 @@ def test_bootstrap_is_seeded_and_narrows_with_rows():
     assert low == pytest.approx(0.451, abs=0.01) and high == pytest.approx(0.549, abs=0.01)
 
 
+def test_a_share_is_no_single_point_where_all_rows_agree():
+    """20 of 20: the bootstrap knows no other row, [1, 1]; Wilson: 1 / (1 + z^2/20) = 0.8389."""
+    observations = Observations(["format/parsed"], np.ones((20, 1)), np.ones((20, 1)))
+    assert bootstrap_intervals(observations)["format/parsed"] == (1.0, 1.0)
+    assert share_intervals(observations, ["format/parsed"])["format/parsed"] == pytest.approx((0.83887, 1.0), abs=1e-5)
+
+
+def test_wilson_by_hand():
+    """8 of 10, z = 1.96: (0.8 + 0.19208 +- 1.96 sqrt(0.016 + 0.0096040)) / 1.38416 = 0.71674 +- 0.22657."""
+    assert wilson(0.8, 10) == pytest.approx((0.49016, 0.94331), abs=1e-4)
+
+
+def test_readings_of_one_row_count_as_far_as_they_differ():
+    """100 rows, half right, R - 1 = 99 effective observations; each read five times alike: still 99, not 500.
+
+    Read twice, once right and once wrong in every row: no variance between rows was seen, and a row counts once.
+    """
+    halves = (np.arange(100) % 2)[:, None].astype(float)
+    for readings in (1.0, 5.0):
+        observations = Observations(["m"], readings * halves, np.full((100, 1), readings))
+        assert share_intervals(observations, ["m"])["m"] == pytest.approx(wilson(0.5, 99))
+    mixed = Observations(["m"], np.ones((100, 1)), np.full((100, 1), 2.0))
+    assert share_intervals(mixed, ["m"])["m"] == pytest.approx(wilson(0.5, 100))
+
+
+def test_balanced_accuracy_has_the_interval_of_a_mean_of_shares():
+    """Four rows with one chunk of each side; evidence right in 3, evidence-free in 2; balanced (3/4 + 2/4) / 2 = 5/8.
+
+    Influences ((s - p)/4 + (t - q)/4) / 2 of (1,1) (1,1) (1,0) (0,0): 3/32, 3/32, -1/32, -5/32; squares sum
+    to 44/1024; variance 4/3 of it = 0.057292, n = (15/64) / 0.057292 = 4.0909.
+    """
+    names = ["update_accuracy/evidence", "update_accuracy/evidence_free"]
+    observations = Observations(names, np.array([[1.0, 1], [1, 1], [1, 0], [0, 0]]), np.ones((4, 2)))
+    found = share_intervals(observations, names)
+    assert found["update_accuracy/balanced"] == pytest.approx(wilson(0.625, 45 / 11))
+    assert set(found) == {*names, "update_accuracy/balanced"}
+
+
 def test_unobserved_metric_has_no_interval():
     observations = Observations(["m", "none"], np.array([[1.0, 0.0]]), np.array([[1.0, 0.0]]))
     assert set(bootstrap_intervals(observations, 10)) == {"m"}
@@ -135,6 +173,9 @@ def test_paired_difference_of_a_policy_with_itself_is_exactly_zero(policy):
     result = run(policy, GatedMemory(), make_rows([1, 3, 6]))
     difference = paired_difference(result, result)
     assert difference["reward"] == {"difference": 0.0, "interval": [0.0, 0.0]}
+    # That three rows agree does not say that a fourth would: z^2/3 / (1 + z^2/3) = 0.5615
+    parsed = difference["format/parsed"]
+    assert parsed["difference"] == 0.0 and parsed["interval"] == pytest.approx([-0.5615, 0.5615], abs=1e-4)
     with pytest.raises(ValueError, match="3 and 1 rows"):
         paired_difference(result, run(policy, GatedMemory(), make_rows([1])))
 

@@ -117,13 +117,19 @@ def test_a_resumed_run_logs_every_update_once(tmp_path):
 
 def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     output = tmp_path / "evaluation.json"
-    adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001"), "--compare_base", "--ignore_exit"]
+    adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001")]
     arguments = ["--model", str(tiny / "model"), *adapter, "--corpus", str(tiny / "corpus.jsonl")]
-    assert evaluate.main([*arguments, "--trivial_policies", "--output", str(output)]) == 0
+    assert evaluate.main([*arguments, "--baselines", "--ignore_exit", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
-    assert list(report["policies"]) == ["base", "adapter", "exit ignored", *TRIVIAL_GATES]
-    for policy in report["policies"].values():
-        assert set(SPEC_METRICS) <= set(policy["metrics"])
+    others = ["ungated", "whole document"]
+    assert list(report["policies"]) == ["base", "adapter", "exit ignored", *others, *TRIVIAL_GATES]
+    document = report["policies"]["whole document"]["metrics"]
+    assert document["turns/mean"] == 0.0 and "exit/exact" not in document and document["answer/accuracy"] <= 1.0
+    for name, policy in report["policies"].items():
+        assert name in others or set(SPEC_METRICS) <= set(policy["metrics"])
+        gained = report.get(f"adapter_minus_{name.replace(' ', '_')}", {}).get("format/parsed")
+        ours = report["policies"]["adapter"]["metrics"]["format/parsed"]
+        assert name == "adapter" or gained["difference"] == ours - policy["metrics"]["format/parsed"]
         assert policy["intervals"]["reward"][0] <= policy["metrics"]["reward"] <= policy["intervals"]["reward"][1]
     assert set(SPEC_METRICS) - {"frac_reward_zero_std"} <= set(report["adapter_minus_base"])
     # Limits and instruction come from the adapter's manifest, so the numbers are those of the training run.
@@ -131,7 +137,16 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     assert report["policies"]["adapter"]["metrics"]["reward"] == pytest.approx(summary["after"]["reward"])
     assert report["policies"]["adapter"]["metrics"]["turns/mean"] == summary["after"]["turns/mean"]
     assert report["policies"]["stop at once"]["metrics"]["turns/mean"] == 1.0
-    assert "exit ignored" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "exit ignored" in shown and shown.count("adapter - it") == 8
+
+    # Documents of other lengths than fit are no policy; rows of both splits are the whole corpus.
+    short = ["--max_completion_length", "8", "--max_prompt_length", "60", "--workflow", "memagent", "--split", "all"]
+    assert evaluate.main([*arguments, *short, "--allow_overlap", "--compare_document", "--output", str(output)]) == 0
+    assert "whole document: left out, " in capsys.readouterr().out
+    report = json.loads(output.read_text())
+    assert list(report["policies"]) == ["adapter"]
+    assert report["rows"] == sum(1 for _ in (tiny / "corpus.jsonl").open()) - 1
 
 
 @pytest.mark.parametrize(

@@ -16,15 +16,17 @@ from turngrpo.rewards import answer_contains, answer_f1
 from turngrpo.trainer.checks import check_names, check_weights
 from turngrpo.trainer.config import TurnGRPOConfig
 from turngrpo.trainer.evaluation.intervals import (
+    BALANCED,
     RESAMPLES,
     Observations,
-    bootstrap_intervals,
+    intervals,
     percentiles,
     row_weights,
+    wilson,
 )
 from turngrpo.trainer.forward.policy import Policy, evaluating
 from turngrpo.trainer.forward.scoring import Reference, Scorer
-from turngrpo.trainer.measuring.metrics import balanced, rollout_metrics, scored_metrics, trajectory_measures
+from turngrpo.trainer.measuring.metrics import SHARES, balanced, rollout_metrics, scored_metrics, trajectory_measures
 from turngrpo.trainer.objective.iteration import ScoredRollout, score_rollout
 from turngrpo.trainer.processes import is_main_process, own_share
 from turngrpo.trainer.reading.rollout import (
@@ -73,7 +75,8 @@ def paired_difference(
 ) -> dict[str, dict[str, float | list[float]]]:
     """Return by metric the difference second - first with its 95% interval; both evaluated the same rows.
 
-    Raises ValueError where they have different numbers of rows.
+    The bootstrap draws the same rows for both. Shares that agree on all of R rows may still differ on as many of those
+    not seen as Wilson's interval of 0 of R allows. Raises ValueError where they have different numbers of rows.
     """
     rows = len(first.observations.sums), len(second.observations.sums)
     if rows[0] != rows[1]:
@@ -84,10 +87,14 @@ def paired_difference(
         part.means(weights)[:, [part.names.index(name) for name in names]]
         for part in (first.observations, second.observations)
     ]
-    intervals = percentiles(samples[1] - samples[0], names)
+    bounds = percentiles(samples[1] - samples[0], names)
+    unseen = wilson(0.0, rows[0])[1]
+    for name in (*SHARES, BALANCED):
+        if bounds.get(name) == (0.0, 0.0):
+            bounds[name] = (-unseen, unseen)
     return {
-        name: {"difference": second.metrics[name] - first.metrics[name], "interval": list(intervals[name])}
-        for name in intervals
+        name: {"difference": second.metrics[name] - first.metrics[name], "interval": list(bounds[name])}
+        for name in bounds
         if name in first.metrics and name in second.metrics
     }
 
@@ -165,7 +172,7 @@ def evaluate_policy(
     return Evaluation(
         trajectories=trajectories,
         metrics=metrics,
-        intervals=bootstrap_intervals(observations, resamples, config.eval_seed),
+        intervals=intervals(observations, SHARES, resamples, config.eval_seed),
         breakdown=_breakdown(trajectories, measures, tokenizer),
         seconds=seconds,
         observations=observations,

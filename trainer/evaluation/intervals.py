@@ -1,11 +1,19 @@
-"""Intervals of means over rows that were read several times: the bootstrap draws rows, with all their readings."""
+"""95% intervals over rows that were read several times: a row, with all its readings, is what chance draws.
 
-from collections.abc import Sequence
+Means have the percentile interval of a bootstrap over rows. Shares (0 or 1 per observation) have Wilson's, which is no
+single point where every observation is the same.
+"""
+
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 RESAMPLES = 1000
+Z = 1.959964  # of a normal distribution, 95% lie within as many standard deviations
+BALANCED = "update_accuracy/balanced"
+SIDES = ("update_accuracy/evidence", "update_accuracy/evidence_free")  # whose mean it is
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,49 @@ def row_weights(rows: int, resamples: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).multinomial(rows, np.full(rows, 1 / rows), size=resamples).astype(float)
 
 
+def wilson(share: float, observations: float) -> tuple[float, float]:
+    """Return Wilson's 95% interval of a share of independent observations (Wilson 1927).
+
+    (p + z^2/2n +- z sqrt(p (1 - p) / n + z^2/4n^2)) / (1 + z^2/n), n > 0.
+
+    >>> [round(bound, 3) for bound in wilson(1.0, 20)]
+    [0.839, 1.0]
+    """
+    spread = Z * math.sqrt(share * (1 - share) / observations + Z**2 / (4 * observations**2))
+    middle, scale = share + Z**2 / (2 * observations), 1 + Z**2 / observations
+    return max(0.0, (middle - spread) / scale), min(1.0, (middle + spread) / scale)
+
+
+def share_intervals(observations: Observations, shares: Collection[str]) -> dict[str, tuple[float, float]]:
+    """Return Wilson's interval of every observed share, and of balanced accuracy, the mean of two.
+
+    Observations of one row are not independent: n is the effective number, p (1 - p) / var(p), with the variance
+    between rows, R / (R - 1) sum_r (s_r - p c_r)^2 / C^2; at most the observations, and R rows where all are the same.
+    """
+    place = {name: column for column, name in enumerate(observations.names)}
+    sums, counts = observations.sums, observations.counts  # (R, M)
+    found = {}
+    for name in [*(name for name in place if name in shares), BALANCED]:
+        columns = [place[side] for side in (SIDES if name == BALANCED else (name,)) if side in place]
+        totals = counts[:, columns].sum(axis=0)  # (1,), or (2,) of balanced accuracy
+        if len(columns) < (2 if name == BALANCED else 1) or not totals.all():
+            continue
+        means = sums[:, columns].sum(axis=0) / totals
+        share = float(means.mean())
+        influence = ((sums[:, columns] - means * counts[:, columns]) / totals).mean(axis=1)  # (R,)
+        rows = int(counts[:, columns].any(axis=1).sum())
+        variance = rows / max(rows - 1, 1) * float((influence**2).sum())
+        number = min(share * (1 - share) / variance, float(totals.sum())) if variance > 0 else float(rows)
+        found[name] = wilson(share, number)
+    return found
+
+
 def percentiles(samples: np.ndarray, names: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return the 95% interval of every metric from its resampled means (S, M), balanced accuracy added."""
     columns = dict(zip(names, samples.T, strict=True))
-    sides = [columns.get(f"update_accuracy/{side}") for side in ("evidence", "evidence_free")]
+    sides = [columns.get(name) for name in SIDES]
     if sides[0] is not None and sides[1] is not None:
-        columns["update_accuracy/balanced"] = (sides[0] + sides[1]) / 2
+        columns[BALANCED] = (sides[0] + sides[1]) / 2
     intervals = {}
     for name, column in columns.items():
         seen = column[~np.isnan(column)]
@@ -50,3 +95,10 @@ def bootstrap_intervals(
     """Return the 95% percentile interval of every metric's mean, resampling rows with all their members."""
     weights = row_weights(len(observations.sums), resamples, seed)
     return percentiles(observations.means(weights), observations.names)
+
+
+def intervals(
+    observations: Observations, shares: Collection[str], resamples: int = RESAMPLES, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Return the 95% interval of every metric: Wilson's of `shares`, the bootstrap's of all other means."""
+    return bootstrap_intervals(observations, resamples, seed) | share_intervals(observations, shares)

@@ -25,6 +25,14 @@ COST_NAMES = (
     "time/digests",
     "time/saving",
 )
+# One observation of these is 0 or 1, so that their mean is a share.
+SHARES = (
+    *(f"update_accuracy/{side}" for side in ("evidence", "evidence_free")),
+    *(f"exit/{kind}" for kind in ("exact", "early", "late")),
+    "format/parsed",
+    "answer/accuracy",
+    "answer/contains",
+)
 
 
 def exit_kind(trajectory: Trajectory) -> str | None:
