@@ -25,8 +25,8 @@ ORDER = """
     trainer/sampling    __init__ noise engine_check padded_decoder transformers_engine server served_adapter
     trainer/sampling    vllm_engine chat_engine
     trainer             reward_calls
-    trainer/measuring   __init__ metrics behavior_check update_log
-    trainer/runs        __init__ proof identity fingerprint checkpoints resume ledger compare
+    trainer/measuring   __init__ metrics behavior_check turn_record update_log
+    trainer/runs        __init__ proof identity fingerprint checkpoints resume columns ledger compare
     trainer/export      __init__ model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates whole_document

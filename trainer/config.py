@@ -81,7 +81,11 @@ class TurnGRPOConfig(GRPOConfig):
         "What a resume may go on with although it differs from the checkpoint's, on purpose: names as its refusal "
         "says them, such as rewards, workflow.layout or learning_rate.",
     )
-    ledger: bool = _our(True, "Write every rollout to output_dir/rollouts as Parquet before training on it.")
+    ledger: str = _our(
+        "true",
+        "Write every rollout to output_dir/rollouts before training on it, and what each update made of every turn; "
+        "full: of every token too; false: nothing.",
+    )
     allow_overlap: bool = _our(False, "Evaluate on rows whose ids or projects are trained on too.")
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")
@@ -92,6 +96,8 @@ class TurnGRPOConfig(GRPOConfig):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "a whole number >= 1")  # before they divide anything
         super().__post_init__()
+        self.ledger = str(self.ledger).lower()
+        self._require("ledger", self.ledger in ("true", "false", "full"), "true, false or full")
         self._require("alpha", 0 <= self.alpha <= 1, "a number in [0, 1]")
         self._require("turn_baseline", self.turn_baseline in ("group", "batch"), "'group' or 'batch'")
         self._require("kl", self.kl in ("exact", "k3"), "'exact' or 'k3'")

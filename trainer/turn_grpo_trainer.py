@@ -36,6 +36,7 @@ from turngrpo.trainer.forward.scoring import Reference, Scorer, Scores
 from turngrpo.trainer.forward.whole_weights import engine_backward, local_leaves, whole_weights
 from turngrpo.trainer.measuring.behavior_check import behavior_gap, default_tolerance, describe_gap
 from turngrpo.trainer.measuring.metrics import trajectory_measures
+from turngrpo.trainer.measuring.turn_record import turn_records
 from turngrpo.trainer.measuring.update_log import CompletionLog, EvaluationLog, OptimizerTimer, UpdateLog
 from turngrpo.trainer.objective.iteration import (
     MicroBatch,
@@ -74,7 +75,7 @@ from turngrpo.trainer.reward_calls import (
 from turngrpo.trainer.runs.checkpoints import ExactCheckpoints
 from turngrpo.trainer.runs.fingerprint import stream_digest
 from turngrpo.trainer.runs.identity import reward_facts, workflow_facts
-from turngrpo.trainer.runs.ledger import Ledger, ledger_faults, rollout_rows, save_nonfinite
+from turngrpo.trainer.runs.ledger import Ledger, ledger_faults, place_columns, rollout_rows, save_nonfinite
 from turngrpo.trainer.runs.proof import ResumeError
 from turngrpo.trainer.runs.resume import StreamPlace, generators_kept, restore_rollout, rollout_state, train_sampler
 from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
@@ -162,6 +163,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         share_prefix = self._set_up_sampling()
         self.update_log = UpdateLog(self._metrics, self.reward_func_names, self.turn_reward_names)
         names = self.reward_func_names + self.turn_reward_names
+        self._update_rows: list[dict[str, Any]] = []  # of the ledger, since the last update
         self.completion_log = CompletionLog(self._logs, self._tokenizer, names, self.log_completions)
         self.add_callback(OptimizerTimer(self.update_log))
         self.scorer = Scorer(
@@ -172,6 +174,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             kl=self.args.kl,
             max_tokens=self.args.max_tokens_per_microbatch,
             share_prefix=share_prefix,
+            with_reference_logprobs=self.args.ledger == "full",
             timed=self.update_log.timed,
             count=lambda name, tokens: self.update_log.add_cost(f"tokens/{name}", tokens),
         )
@@ -308,9 +311,9 @@ class TurnGRPOTrainer(GRPOTrainer):
             with self.update_log.timed("saving"):
                 ledger.record(rollout.iteration, self._rows(rollout, policy_digest=digest, seconds=seconds))
 
-    def _open_ledger(self, position: int, files: Mapping[str, str] | None = None) -> Ledger:
-        folder = Path(self.args.output_dir) / "rollouts" if self.args.ledger else None
-        self._ledger = Ledger(folder, position, self.accelerator.process_index, files)
+    def _open_ledger(self, position: int, files: Mapping[str, str] | None = None, updates: int = 0) -> Ledger:
+        folder = Path(self.args.output_dir) / "rollouts" if self.args.ledger != "false" else None
+        self._ledger = Ledger(folder, position, self.accelerator.process_index, files, updates)
         self.accelerator.wait_for_everyone()
         return self._ledger
 
@@ -348,12 +351,23 @@ class TurnGRPOTrainer(GRPOTrainer):
         with local_leaves(self.model, self._gradients) if apart else contextlib.nullcontext():
             for rows, batch, scores in self.scorer.score(rollout.turns, plan, kept):
                 with self.update_log.timed("optimisation"):
-                    loss = self.compute_loss(model, self._microbatch(part, rows, batch, scores))
+                    inputs = self._microbatch(part, rows, batch, scores)
+                    loss = self.compute_loss(model, inputs)
+                    self._record(rollout, rows, inputs)
                     if first < self.args.gradient_accumulation_steps:
                         self._compare_behavior(rollout, rows, batch, scores.logprobs.detach())
                     loss.backward() if apart else self.accelerator.backward(loss)
                 total += loss.detach()
         return total
+
+    def _record(self, rollout: ScoredRollout, rows: list[int], batch: MicroBatch) -> None:
+        """Keep what this update makes of every turn of a micro-batch for the ledger."""
+        if self._ledger is None or self._ledger.folder is None:
+            return
+        options = self.epsilon_low, self.epsilon_high, self.args.use_bias_correction_kl, self.args.ledger == "full"
+        update = {"update": self.state.global_step + 1}
+        for row, record in zip(rows, turn_records(batch, *options), strict=True):
+            self._update_rows.append({**place_columns(rollout, row), **update, **record})
 
     def _needs_forward(self, part: TrainingSlice) -> list[int]:
         """The slice's turns that can move the policy: those with a weight, and with beta 0 with an advantage."""
@@ -415,6 +429,10 @@ class TurnGRPOTrainer(GRPOTrainer):
                 self._gradients.clear()
             else:
                 sum_gradients(self.model, self._gradients)
+        if self._ledger is not None:
+            with self.update_log.timed("saving"):
+                self._ledger.record_update(self.state.global_step + 1, self._update_rows)
+        self._update_rows.clear()
         self.update_log.finish_update(self._current_train_step_time)
         self._current_train_step_time = 0.0
 
@@ -534,6 +552,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         if self.workflow is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         self._step, self._buffered_inputs, self._ledger, self.exporter.is_current = 0, None, None, False
+        self._update_rows.clear()
         checkpoint, state = self.checkpoints.begin(resume_from_checkpoint)
         self._stream = StreamPlace(state and state.get("stream"))
         output = super().train(checkpoint, *args, **kwargs)
@@ -606,6 +625,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         return {
             "step": self._step,
             "ledger_position": rollouts,
+            "updates": self.state.global_step,
             "ledger_files": {} if self._ledger is None else self._ledger.files,
             "rollout": None if slices is None or consumed else rollout_state(slices[0].rollout),
             "logs": self.completion_log.state(),
@@ -619,10 +639,12 @@ class TurnGRPOTrainer(GRPOTrainer):
                 "the checkpoint does not say where its run stood in the train stream, as those of version 0.1.0: "
                 "rows would be read twice; start again, or train on a Dataset"
             )
-        if not self.args.ledger or "ledger_files" not in state:
+        if self.args.ledger == "false" or "ledger_files" not in state:
             return
         folder, process = Path(self.args.output_dir) / "rollouts", self.accelerator.process_index
-        faults = ledger_faults(folder, state["ledger_files"], state["ledger_position"], process)
+        faults = ledger_faults(
+            folder, state["ledger_files"], state["ledger_position"], process, self._updates_of(state)
+        )
         if faults:
             raise ResumeError(
                 "the rollouts on disk are not those that the checkpoint's run was trained on:\n  "
@@ -630,10 +652,14 @@ class TurnGRPOTrainer(GRPOTrainer):
                 + "\nput back the run's rollouts/, or go on without a ledger (ledger=False, --ledger false)"
             )
 
+    def _updates_of(self, state: dict[str, Any]) -> int:
+        """Return the updates of a run state; those of version 0.1.0 count training steps alone."""
+        return state.get("updates", state["step"] // self.args.gradient_accumulation_steps)
+
     def _restore_run(self, state: dict[str, Any]) -> None:
         self._step = state["step"]
         recorded = -(-self._step // (self.args.steps_per_generation * self.num_iterations))
-        self._open_ledger(recorded, state.get("ledger_files"))
+        self._open_ledger(recorded, state.get("ledger_files"), self._updates_of(state))
         if state["rollout"] is not None:
             self._buffered_inputs = self._slices(restore_rollout(state["rollout"]))
         self.completion_log.restore(state["logs"])

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from turngrpo.trainer.reading.gates import GateDecision, answer_segments, parse_answer, parse_turn, turn_segments
+from turngrpo.trainer.reading.gates import (
+    GateDecision,
+    answer_segments,
+    parse_answer,
+    parse_turn,
+    read_turn,
+    turn_segments,
+)
 
 GOOD = "<think>t</think>\n<check>yes</check>\n<update>new memory</update>\n<next>continue</next>"
 
@@ -106,6 +113,24 @@ def test_accepted_turn(name):
 @pytest.mark.parametrize("name", REJECTED)
 def test_rejected_turn(name):
     assert parse_turn(REJECTED[name], "eos") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "the tags are not those of a turn, once each and in order"),
+        (blocks().replace("<check>yes</check>\n", ""), "the tags are not those of a turn, once each and in order"),
+        (f"so: {blocks()}", "text outside the blocks"),
+        (blocks(update="a <|im_end|> b"), "a control token in think or update"),
+        (blocks(think="[END]"), "a control token in think or update"),
+        (blocks(check="maybe"), "check is neither yes nor no"),
+        (blocks(next="stop"), "next is neither continue nor end"),
+        (blocks(update=" "), "check is yes and update is empty"),
+    ],
+)
+def test_why_a_turn_does_not_parse(text, reason):
+    assert read_turn(text, "eos", ("[END]",)) == (None, reason)
+    assert read_turn(text, "length") == (None, "cut before its end")
 
 
 def test_decision_values():

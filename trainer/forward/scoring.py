@@ -204,8 +204,8 @@ class Scorer:
     """Scores the response tokens of turns under the current policy, against the reference where there is one.
 
     kl="exact" gives KL(current || reference) over the vocabulary at every prefix, kl="k3" the reference's
-    log-probability of each token. `timed(name)` wraps the parts of the work, `count(name, tokens)` what went through
-    the model for each.
+    log-probability of each token, and `with_reference_logprobs` that too. `timed(name)` wraps the parts of the work,
+    `count(name, tokens)` what went through the model for each.
     """
 
     policy: Policy
@@ -215,6 +215,7 @@ class Scorer:
     kl: str = "exact"
     max_tokens: int = 16384
     share_prefix: bool = False
+    with_reference_logprobs: bool = False
     timed: Callable[[str], Any] = lambda name: contextlib.nullcontext()
     count: Callable[[str, float], None] = lambda name, tokens: None
 
@@ -246,7 +247,7 @@ class Scorer:
                 batch = collate_turns([turns[row] for row in rows], device, dtype)
                 with self.timed("scoring"):
                     scores = self._scores(current.hidden(rows), reference_hidden, batch)
-                if reference_hidden is not None and self.kl != "exact":
+                if reference_hidden is not None and (self.kl != "exact" or self.with_reference_logprobs):
                     with self.timed("reference"):
                         scores = replace(scores, reference_logprobs=self._reference_logprobs(reference_hidden, batch))
                 yield rows, batch, scores

@@ -31,9 +31,13 @@ class ScoredRollout:
     rewards_per_func: torch.Tensor  # (B, F), NaN where a function was not applicable
     rewards: torch.Tensor  # (B,) float64, r_traj, NaN where no function was applicable
     turn_rewards_per_func: torch.Tensor  # (N, F_turn)
+    turn_rewards: torch.Tensor  # (N,) float64, r_turn, NaN where no function was applicable
+    strict_zero: torch.Tensor  # (B,) bool, whether strict format made the reward 0
     trajectory_ids: torch.Tensor  # (N,) index into the B trajectories
     group_ids: torch.Tensor  # (B,)
-    advantages: torch.Tensor  # (N,)
+    trajectory_advantages: torch.Tensor  # (B,)
+    turn_advantages: torch.Tensor  # (N,)
+    advantages: torch.Tensor  # (N,) both mixed, what is trained
     own: range  # into the B trajectories
 
     @cached_property
@@ -121,9 +125,9 @@ def score_rollout(
     trajectories of this process, all when left out.
     """
     rewards, rounding = weighted_sum(rewards_per_func, reward_weights)  # (B,)
-    if strict_format:
-        unparsed = torch.tensor([not trajectory.parsed for trajectory in trajectories])
-        rewards = rewards.masked_fill(unparsed & ~rewards.isnan(), 0.0)
+    unparsed = torch.tensor([strict_format and not t.parsed for t in trajectories], dtype=torch.bool)
+    strict_zero = unparsed & ~rewards.isnan()
+    rewards = rewards.masked_fill(strict_zero, 0.0)
     group_ids = torch.tensor([trajectory.group for trajectory in trajectories])  # (B,)
     rewards = merge_rounding(rewards, rounding, group_ids)
     lengths = torch.tensor([len(trajectory.turns) for trajectory in trajectories])
@@ -142,8 +146,12 @@ def score_rollout(
         rewards_per_func=rewards_per_func,
         rewards=rewards,
         turn_rewards_per_func=turn_rewards_per_func,
+        turn_rewards=turn_rewards,
+        strict_zero=strict_zero,
         trajectory_ids=trajectory_ids,
         group_ids=group_ids,
+        trajectory_advantages=by_trajectory,
+        turn_advantages=by_turn,
         advantages=mix_advantages(by_trajectory[trajectory_ids], by_turn, alpha),
         own=range(len(trajectories)) if own is None else own,
     )
@@ -164,7 +172,8 @@ class MicroBatch:
     """What one call of compute_loss gets: n turns of an optimizer step, T response tokens at most, (n, T) if not said.
 
     Off the `mask` a tensor may hold anything. CURRENT carries the gradient, BEHAVIOR was recorded at sampling, and
-    there is either the exact `kl`, or under kl="k3" the REFERENCE log-probabilities, or with beta 0 neither.
+    there is the exact `kl`, or under kl="k3" the REFERENCE log-probabilities, or with beta 0 neither; a full ledger
+    keeps both.
     """
 
     turns: list[Turn]

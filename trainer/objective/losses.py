@@ -6,6 +6,14 @@ from torch import Tensor
 LOSS_TYPES = ("grpo", "group", "dapo")
 
 
+def clip_masks(
+    ratio: Tensor, advantages: Tensor, mask: Tensor, clip_low: float, clip_high: float
+) -> tuple[Tensor, Tensor]:
+    """Return (N, T) bool which tokens' clipped branch was taken, and which ratios left the interval on either side."""
+    above, below = mask & (ratio > 1 + clip_high), mask & (ratio < 1 - clip_low)
+    return (above & (advantages > 0)) | (below & (advantages < 0)), above | below
+
+
 def clipped_surrogate(
     logprobs: Tensor,
     behavior_logprobs: Tensor,
@@ -42,9 +50,8 @@ def clipped_surrogate(
 
     with torch.no_grad():
         tokens = active.sum()
-        above, below = active & (ratio > 1 + clip_high), active & (ratio < 1 - clip_low)
+        clip_active, outside = clip_masks(ratio, advantages, active, clip_low, clip_high)
         sampled_ratio, gap = ratio.where(active, 0.0), log_ratio.abs()  # both 0 off the mask
-        clip_active = (above & (advantages > 0)) | (below & (advantages < 0))
 
         def mean(x: Tensor) -> Tensor:
             return x.sum() / tokens.clamp(min=1)  # over the tokens of the mask
@@ -56,7 +63,7 @@ def clipped_surrogate(
             "ratio/mean": mean(sampled_ratio),
             "ratio/max": largest(sampled_ratio),
             "clip/active": mean(clip_active),
-            "clip/outside": mean(above | below),
+            "clip/outside": mean(outside),
             "behavior_gap/mean": mean(gap),
             "behavior_gap/max": largest(gap),
             "tokens": tokens,
@@ -126,7 +133,7 @@ def token_kl(
     k3 is made from `reference_logprobs`; with `bias_correction` it is multiplied by the ratio current / behavior, as
     TRL does (DeepSeek-V3.2, arXiv 2512.02556, equation 7).
     """
-    if reference_logprobs is None:
+    if exact is not None or reference_logprobs is None:
         return exact
     k3 = k3_kl(logprobs, reference_logprobs)
     return k3 * torch.exp(logprobs - behavior_logprobs) if bias_correction else k3

@@ -14,6 +14,7 @@ _TAG = re.compile(rf"</?(?:{'|'.join(BLOCKS)})>")
 _EVERY_TAG = tuple(f"<{slash}{name}>" for name in BLOCKS for slash in ("", "/"))  # of a turn, in order
 _TAGS_OF_A_TURN = {_EVERY_TAG, _EVERY_TAG[2:]}  # with a think block, and without
 _BOXED = "\\boxed{"
+UNENDED, UNBOXED = "cut before its end", "not one whole \\boxed{}"  # why a turn, or an answer, does not parse
 
 GATED_INSTRUCTION = """\
 You read a long document one section at a time to answer a question. Only the memory is carried on.
@@ -62,33 +63,51 @@ def parse_turn(
 ) -> GateDecision | None:
     """Return the gates of one completion, or None where it breaks the format in any way (GRU-Mem, section 3).
 
+    `read_turn` says in which.
+    """
+    return read_turn(text, finish_reason, control_tokens, opens_think)[0]
+
+
+def read_turn(
+    text: str, finish_reason: str, control_tokens: Collection[str] = (), opens_think: bool = False
+) -> tuple[GateDecision, None] | tuple[None, str]:
+    """Return (gates, None) of one completion, or (None, why it does not parse).
+
     `text` is the completion decoded with special tokens kept and only the final EOS dropped; `finish_reason` is "eos"
     or "length". The blocks stand once each and in order, `<think>` may be absent, nothing but white space stands
     between them, no tag or control token (`<|...|>`, or one of `control_tokens`) stands inside think or update, and
     check=yes needs a candidate. Where the prompt `opens_think`, the text begins inside that block.
     """
     text = f"<think>{text}" if opens_think else text
-    blocks = _blocks(text) if finish_reason == "eos" else None
-    if blocks is None or not all(is_plain(blocks.get(name, ""), control_tokens) for name in ("think", "update")):
-        return None
+    if finish_reason != "eos":
+        return None, UNENDED
+    blocks = _blocks(text)
+    if isinstance(blocks, str):
+        return None, blocks
+    if not all(is_plain(blocks.get(name, ""), control_tokens) for name in ("think", "update")):
+        return None, "a control token in think or update"
     check, candidate, go = (blocks[name].strip() for name in ("check", "update", "next"))
-    if check not in ("yes", "no") or go not in ("continue", "end") or (check == "yes" and not candidate):
-        return None
-    return GateDecision(check=check == "yes", candidate=candidate, exit=go == "end")
+    if check not in ("yes", "no"):
+        return None, "check is neither yes nor no"
+    if go not in ("continue", "end"):
+        return None, "next is neither continue nor end"
+    if check == "yes" and not candidate:
+        return None, "check is yes and update is empty"
+    return GateDecision(check=check == "yes", candidate=candidate, exit=go == "end"), None
 
 
-def _blocks(text: str) -> dict[str, str] | None:
-    """The text inside every block, or None unless the tags are those of a turn with white space between the blocks.
+def _blocks(text: str) -> dict[str, str] | str:
+    """The text inside every block; what is wrong unless the tags are a turn's with white space between the blocks.
 
     One pass from tag to tag that stops at the first tag too many: no text is read twice, however it is made.
     """
     tags = list(islice(_TAG.finditer(text), len(_EVERY_TAG) + 1))
     if tuple(tag[0] for tag in tags) not in _TAGS_OF_A_TURN:
-        return None
+        return "the tags are not those of a turn, once each and in order"
     edges = [0, *(edge for tag in tags for edge in tag.span()), len(text)]
     pieces = [text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
     if any(piece.strip() for piece in pieces[::2]):
-        return None
+        return "text outside the blocks"
     return {tag[0][1:-1]: piece for tag, piece in zip(tags[::2], pieces[1::2], strict=True)}
 
 

@@ -96,7 +96,10 @@ def check_prompts(requests: Sequence[Request], limit: int, limits: str) -> None:
 
 @dataclass
 class Turn:
-    """One prompt and its completion: one training sample. `step` is the 1-based chunk index, None for other turns."""
+    """One prompt and its completion: one training sample. `step` is the 1-based chunk index, None for other turns.
+
+    A workflow's `advance` may set `step`, `decision`, `evidence`, `memory_cut` and `fault`.
+    """
 
     step: int | None
     prompt_ids: list[int] = field(repr=False)  # not in messages, which TRL fills with whole trajectories
@@ -107,6 +110,8 @@ class Turn:
     decision: Any = None
     evidence: bool | None = None
     memory_cut: bool = False
+    memory: str | None = None  # after the turn
+    fault: str | None = None  # why it did not parse
 
     @property
     def prompt_tokens(self) -> int:
@@ -288,6 +293,7 @@ def collect(
             trajectory.turns.append(turn)
             if workflow.advance(states[i], turn):
                 goes_on.append(i)
+            turn.memory = getattr(states[i], "memory", None)
         active, index = goes_on, index + 1
     for trajectory, state in zip(trajectories, states, strict=True):
         for name in ("memory", "exit_step", "last_evidence", "parsed", "answer", "memory_tokens"):

@@ -7,12 +7,14 @@ from turngrpo.trainer.reading.chat_format import CLOSE_THINK, ChatFormat
 from turngrpo.trainer.reading.gates import (
     GATED_INSTRUCTION,
     INITIAL_MEMORY,
+    UNBOXED,
+    UNENDED,
     UNGATED_INSTRUCTION,
     GateDecision,
     answer_segments,
     is_plain,
     parse_answer,
-    parse_turn,
+    read_turn,
     turn_segments,
 )
 from turngrpo.trainer.reading.rollout import Turn
@@ -166,7 +168,8 @@ class _MemoryAgent:
         if state.answering:
             turn.step = None
             state.answer = parse_answer(turn.text, turn.finish_reason, self.chat.control_tokens)
-            state.parsed &= state.answer is not None
+            if state.answer is None:
+                state.parsed, turn.fault = False, UNBOXED if turn.finish_reason == "eos" else UNENDED
             return False
         turn.evidence = state.chunks[state.chunk].get("evidence")
         turn.decision = self.decide(turn)
@@ -202,7 +205,9 @@ class GatedMemory(_MemoryAgent):
         super().__init__(layout, strict_format, exit_gate, instruction)
 
     def decide(self, turn: Turn) -> GateDecision | None:
-        return parse_turn(turn.text, turn.finish_reason, self.chat.control_tokens, self.chat.opens_think)
+        found = read_turn(turn.text, turn.finish_reason, self.chat.control_tokens, self.chat.opens_think)
+        decision, turn.fault = found
+        return decision
 
 
 class MemAgent(_MemoryAgent):
@@ -216,11 +221,14 @@ class MemAgent(_MemoryAgent):
     def decide(self, turn: Turn) -> GateDecision | None:
         _, closed, reply = turn.text.rpartition(CLOSE_THINK) if self.chat.opens_think else ("", "closed", turn.text)
         candidate = reply.strip()
-        if (
-            turn.finish_reason != "eos"
-            or not closed
-            or not candidate
-            or not is_plain(candidate, self.chat.control_tokens)
-        ):
+        if turn.finish_reason != "eos":
+            turn.fault = UNENDED
+        elif not closed:
+            turn.fault = "a think block that does not end"
+        elif not candidate:
+            turn.fault = "an empty memory"
+        elif not is_plain(candidate, self.chat.control_tokens):
+            turn.fault = "a control token in the memory"
+        if turn.fault is not None:
             return None
         return GateDecision(check=True, candidate=candidate, exit=False)

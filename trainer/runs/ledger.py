@@ -1,7 +1,8 @@
-"""Every rollout on disk before it is trained on: one Parquet file per iteration, one row per turn."""
+"""Every rollout on disk before it is trained on, and what each update made of it: Parquet, one row per turn."""
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +11,89 @@ import pyarrow.parquet as pq
 
 from turngrpo.trainer.files import sha256, sync
 from turngrpo.trainer.objective.iteration import ScoredRollout
+from turngrpo.trainer.reading.gates import GateDecision
+from turngrpo.trainer.runs.columns import PLACE, ROLLOUT, TOKENS, UPDATE, Column, as_table
 
-FILE = "iteration_{:05d}{}.parquet"
+FILE, UPDATE_FILE = "iteration_{:05d}{}.parquet", "update_{:05d}{}.parquet"
+UPDATES = "updates"  # folder of the updates' files, inside the rollouts'
 
 
 def rollout_rows(
-    rollout: ScoredRollout, reward_names: list[str], turn_reward_names: list[str], **columns: Any
+    rollout: ScoredRollout, reward_names: Sequence[str], turn_reward_names: Sequence[str], **columns: Any
 ) -> list[dict[str, Any]]:
-    """Return one row per turn of this process.
-
-    Ids, tokens, BEHAVIOR log-probabilities, rewards by function, and the advantage trained.
-    """
-    rewards, advantages = rollout.rewards.tolist(), rollout.advantages.tolist()
-    by_function, by_turn = rollout.rewards_per_func.tolist(), rollout.turn_rewards_per_func.tolist()
+    """Return one row per turn of this process with the values of `columns.ROLLOUT`; `columns` are those of all."""
     rows = []
     for index in rollout.own_turns:
         turn, owner = rollout.turns[index], int(rollout.trajectory_ids[index])
-        place = (rollout.iteration, *rollout.places[index])
+        trajectory: Any = rollout.trajectories[owner]
+        decision = turn.decision if isinstance(turn.decision, GateDecision) else None
+        by_function, by_turn = rollout.rewards_per_func[owner], rollout.turn_rewards_per_func[index]
         rows.append(
             {
-                "id": "-".join(map(str, place)),
-                **dict(zip(("iteration", "group", "member", "turn"), place, strict=True)),
-                "row_id": str(rollout.trajectories[owner].row.get("id", "")),
+                **place_columns(rollout, index),
+                "row_id": str(trajectory.row.get("id", "")),
+                "project": _text(trajectory.row.get("project")),
                 "step": turn.step,
                 "prompt_ids": turn.prompt_ids,
+                "prompt_tokens": turn.prompt_tokens,
                 "completion_ids": turn.completion_ids,
                 "behavior_logprobs": turn.behavior_logprobs,
-                "text": turn.text.encode("utf-8", "replace").decode(),
+                "text": _text(turn.text),
                 "finish_reason": turn.finish_reason,
-                "rewards": dict(zip(reward_names, by_function[owner], strict=True)),
-                "turn_rewards": dict(zip(turn_reward_names, by_turn[index], strict=True)) or None,
-                "reward": rewards[owner],
-                "advantage": advantages[index],
+                "evidence": turn.evidence if isinstance(turn.evidence, bool) else None,
+                "check": decision and decision.check,
+                "candidate": decision and _text(decision.candidate),
+                "exit": decision and decision.exit,
+                "fault": turn.fault,
+                "memory": _text(turn.memory),
+                "memory_cut": turn.memory_cut,
+                "turn_rewards": _by_function(turn_reward_names, by_turn),
+                "turn_reward": _number(rollout.turn_rewards[index]),
+                "turn_advantage": float(rollout.turn_advantages[index]),
+                "trajectory_advantage": float(rollout.trajectory_advantages[owner]),
+                "advantage": float(rollout.advantages[index]),
+                "last_evidence": trajectory.last_evidence,
+                "exit_step": trajectory.exit_step,
+                "parsed": trajectory.parsed,
+                "answer": _text(trajectory.answer),
+                "gold": _texts(trajectory.row.get("answers")),
+                "rewards": _by_function(reward_names, by_function),
+                "reward": _number(rollout.rewards[owner]),
+                "strict_zero": bool(rollout.strict_zero[owner]),
                 **columns,
             }
         )
     return rows
 
 
-def write_rows(rows: list[dict[str, Any]], path: Path) -> Path:
+def place_columns(rollout: ScoredRollout, index: int) -> dict[str, Any]:
+    """Return the columns that say which turn of a run it is."""
+    place = (rollout.iteration, *rollout.places[index])
+    names = [column.name for column in PLACE[1:]]
+    return {"id": "-".join(map(str, place)), **dict(zip(names, place, strict=True))}
+
+
+def _text(value: Any) -> str | None:
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else None
+
+
+def _texts(values: Any) -> list[str | None] | None:
+    return [_text(value) for value in values] if isinstance(values, list | tuple) else None
+
+
+def _by_function(names: Sequence[str], values: Any) -> dict[str, float | None] | None:
+    return {name: _number(value) for name, value in zip(names, values.tolist(), strict=True)} or None
+
+
+def _number(value: Any) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], path: Path, columns: Sequence[Column] = ROLLOUT) -> Path:
     """Write rows as Parquet, atomically: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd")
+    pq.write_table(as_table(rows, columns), partial, compression="zstd")
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
@@ -63,25 +104,25 @@ class Ledger:
     """The rollouts of a run in order; `position` iterations are recorded, and none can be recorded twice.
 
     A fresh run moves a ledger that it finds aside, and so does a resume with whatever a killed run wrote after the
-    checkpoint: nothing is deleted, and nothing of another history is counted. Every process writes files of its own;
-    process 0 moves aside for all, before any of them records. `files` are the SHA-256 of this process's files by name.
-    Without a folder nothing is written, and counted alike.
+    checkpoint of update `updates`: nothing is deleted, and nothing of another history is counted. Every process writes
+    files of its own; process 0 moves aside for all, before any of them records. `files` are the SHA-256 of this
+    process's files by name. Without a folder nothing is written, and counted alike.
     """
 
     def __init__(
-        self, folder: str | Path | None, position: int = 0, process: int = 0, files: Mapping[str, str] | None = None
+        self,
+        folder: str | Path | None,
+        position: int = 0,
+        process: int = 0,
+        files: Mapping[str, str] | None = None,
+        updates: int = 0,
     ):
         self.files = dict(files or {})
         self.folder, self.position, self.process = None if folder is None else Path(folder), position, process
         if process or self.folder is None:
             return
-        later = [path for path in sorted(self.folder.glob("iteration_*.parquet")) if _iteration(path) >= position]
-        if later:
-            taken = len(list(self.folder.glob("abandoned_*")))
-            aside = self.folder / f"abandoned_{taken}_from_{position:05d}"
-            aside.mkdir()
-            for path in later:
-                os.replace(path, aside / path.name)
+        _move_aside(self.folder, "iteration_*.parquet", position)
+        _move_aside(self.folder / UPDATES, "update_*.parquet", updates + 1)
 
     def record(self, iteration: int, rows: list[dict[str, Any]]) -> None:
         """Write an iteration's rows before its first update; ValueError for one that is recorded already."""
@@ -89,19 +130,77 @@ class Ledger:
             held = f"{self.folder or 'the run'} holds {self.position} iterations, so that {self.position} is next"
             raise ValueError(f"iteration {iteration} cannot be recorded: {held}; a rollout is optimised once")
         if self.folder is not None:
-            path = write_rows(rows, self.folder / FILE.format(iteration, process_suffix(self.process)))
-            self.files[path.name] = sha256(path)
+            self._write(rows, self.folder / FILE.format(iteration, process_suffix(self.process)), ROLLOUT)
         self.position += 1
 
+    def record_update(self, update: int, rows: list[dict[str, Any]]) -> None:
+        """Write what an update made of the turns that it trained."""
+        if self.folder is not None and rows:
+            name = UPDATE_FILE.format(update, process_suffix(self.process))
+            self._write(rows, self.folder / UPDATES / name, (*UPDATE, *TOKENS))
 
-def ledger_faults(folder: Path, files: Mapping[str, str], position: int, process: int = 0) -> list[str]:
-    """Return a line for every file of a process's first `position` iterations that is not as it was recorded."""
-    own = [path for path in folder.glob("iteration_*.parquet") if _process(path) == process]
-    earlier = {path.name for path in own if _iteration(path) < position}
-    lines = [f"{folder / name} is missing" for name in files if name not in earlier]
-    lines += [f"{folder / name} is of another run" for name in sorted(earlier - files.keys())]
-    changed = [name for name in files if name in earlier and sha256(folder / name) != files[name]]
-    return lines + [f"{folder / name} was changed since it was recorded" for name in changed]
+    def _write(self, rows: list[dict[str, Any]], path: Path, columns: Sequence[Column]) -> None:
+        self.files[path.name] = sha256(write_rows(rows, path, columns))
+
+
+def _move_aside(folder: Path, pattern: str, first: int) -> None:
+    """Move the files from number `first` on into a folder abandoned_*."""
+    later = [path for path in sorted(folder.glob(pattern)) if _place(path) >= first]
+    if later:
+        aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*')))}_from_{first:05d}"
+        aside.mkdir()
+        for path in later:
+            os.replace(path, aside / path.name)
+
+
+def ledger_faults(
+    folder: Path, files: Mapping[str, str], position: int, process: int = 0, updates: int = 0
+) -> list[str]:
+    """Return a line for every file of a process's first iterations and updates that is not as it was recorded."""
+    found = {
+        path.name: path
+        for place, pattern, limit in ((folder, "iteration_*", position), (folder / UPDATES, "update_*", updates + 1))
+        for path in place.glob(f"{pattern}.parquet")
+        if _process(path) == process and _place(path) < limit
+    }
+    lines = [f"{folder / name} is missing" for name in files if name not in found]
+    lines += [f"{found[name]} is of another run" for name in sorted(found.keys() - files.keys())]
+    changed = [name for name in files if name in found and sha256(found[name]) != files[name]]
+    return lines + [f"{found[name]} was changed since it was recorded" for name in changed]
+
+
+def read(run: str | Path) -> pa.Table:
+    """Return a run's ledger as one table: every turn of every process, once for each update that trained it.
+
+    Columns of `columns.ROLLOUT`, then those of `columns.UPDATE` (and `columns.TOKENS`), null for a turn that no update
+    trained yet. `run` is the output folder; what a resume set aside is left out. Raises FileNotFoundError where there
+    is no ledger.
+    """
+    folder = Path(run, "rollouts")
+    turns = _read_all(folder, "iteration_*.parquet")
+    if turns is None:
+        raise FileNotFoundError(
+            f"{folder} holds no iteration_*.parquet: expected the output folder of a run with a ledger"
+        )
+    updates = _read_all(folder / UPDATES, "update_*.parquet")
+    if updates is None:
+        return turns
+    own = [name for name in updates.column_names if name not in turns.column_names]
+    trained: dict[str, list[int]] = {}
+    for place, name in enumerate(updates["id"].to_pylist()):
+        trained.setdefault(name, []).append(place)
+    pairs = [(i, j) for i, name in enumerate(turns["id"].to_pylist()) for j in trained.get(name, [None])]
+    joined = turns.take(pa.array([i for i, _ in pairs], pa.int64()))
+    columns = updates.select(own).take(pa.array([j for _, j in pairs], pa.int64()))
+    for name in own:
+        joined = joined.append_column(name, columns[name])
+    return joined
+
+
+def _read_all(folder: Path, pattern: str) -> pa.Table | None:
+    paths = sorted(folder.glob(pattern), key=lambda path: (_place(path), _process(path)))
+    tables = [pq.ParquetFile(path).read() for path in paths]
+    return pa.concat_tables(tables, promote_options="permissive") if tables else None
 
 
 def save_nonfinite(rows: list[dict[str, Any]], output_dir: str | Path, iteration: int, process: int = 0) -> Path:
@@ -116,7 +215,7 @@ def process_suffix(process: int) -> str:
     return f"_process{process}" if process else ""
 
 
-def _iteration(path: Path) -> int:
+def _place(path: Path) -> int:
     return int(path.stem.split("_")[1])
 
 

@@ -18,8 +18,12 @@ ROLLOUT_TENSORS = (
     "rewards_per_func",
     "rewards",
     "turn_rewards_per_func",
+    "turn_rewards",
+    "strict_zero",
     "trajectory_ids",
     "group_ids",
+    "trajectory_advantages",
+    "turn_advantages",
     "advantages",
 )
 
@@ -147,4 +151,8 @@ def restore_rollout(state: dict[str, Any]) -> ScoredRollout:
     """Return the rollout of `rollout_state`, the same to the last bit in everything that an update reads."""
     trajectories = [_trajectory(one) for one in state["trajectories"]]
     tensors, own = state["tensors"], state["own"]
-    return ScoredRollout(trajectories=trajectories, iteration=state["iteration"], own=own, **tensors)
+    # Of states of version 0.1.0, which kept what an update reads alone.
+    unknown, turns = torch.full_like(tensors["rewards"], torch.nan), torch.full_like(tensors["advantages"], torch.nan)
+    older = {"strict_zero": unknown > 0, "trajectory_advantages": unknown}
+    older |= {"turn_rewards": turns, "turn_advantages": turns}
+    return ScoredRollout(trajectories=trajectories, iteration=state["iteration"], own=own, **older | tensors)
