@@ -37,6 +37,7 @@ from jobs.evaluating import (
     load,
     policies,
     take_baselines,
+    write_trajectories,
 )
 from lib.loading import load_tokenizer, read_corpus, sample_rows
 from lib.lookup import TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards
@@ -137,7 +138,11 @@ def evaluate(options: EvaluateArguments) -> int:
     }
     if PartialState().is_main_process:
         write_json(Path(options.output), finite(report))
-    console.print(f"wrote {options.output}", highlight=False)
+        if options.trajectories is not None:
+            names = ([reward_name(function) for function in functions] for functions in (rewards, turn_rewards))
+            write_trajectories(Path(options.trajectories), results, *names)
+    written = [path for path in (options.output, options.trajectories) if path is not None]
+    console.print(f"wrote {' and '.join(written)}", highlight=False)
     return 0
 
 

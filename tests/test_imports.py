@@ -35,6 +35,7 @@ ORDER = """
     scripts/jobs        gpu_memory quickstart reading evaluating inspecting training
     scripts/lab         __init__ archive config stages data training testing report experiment
     scripts/benchmarks  workers common values floor trainers exact_kl gated_step rollout scaling train_step gpu_check
+    scripts/benchmarks  endurance
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus
     scripts             read_document run_lab sft train
 """

@@ -1,6 +1,8 @@
 """What evaluate.py does: the policies asked for, and who samples."""
 
+import json
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,17 @@ from lib.adapters import Adapter, put_on
 from lib.loading import generation_config, load_weights
 from lib.lookup import GATED_REWARDS, TURN_REWARDS, make_workflow
 from lib.options import OF_A_WORKFLOW, ReadingOptions, option, reading_defaults
+from lib.output import write_text
 from lib.served import Served
 from peft import PeftConfig
 from trl import ModelConfig
 
 from turngrpo.trainer import MemAgent
-from turngrpo.trainer.evaluation.evaluate import eos_ids
+from turngrpo.trainer.evaluation.evaluate import Evaluation, eos_ids
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.evaluation.whole_document import WholeDocument
+from turngrpo.trainer.runs.columns import ROLLOUT, as_table
+from turngrpo.trainer.runs.ledger import rollout_rows, write_rows
 from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import Server
 
@@ -41,6 +46,9 @@ class EvaluateArguments(ReadingOptions):
     validation_fraction: float | None = option(None, "Share of the projects that are held out; 0.1.")
     split_seed: int | None = option(None, "Seed of the split by project; 0.")
     rows: int | None = option(None, "Only a sample of so many rows.")
+    trajectories: str | None = option(
+        None, "Also write every turn of every reading there: NAME.parquet or NAME.jsonl."
+    )
     members: int = option(1, "Readings of every row, >= 1.")
     compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
     ignore_exit: bool = option(False, "Also with the exit gate ignored.")
@@ -89,10 +97,16 @@ def check_options(options: EvaluateArguments) -> None:
         )
     if options.members < 1 or (options.rows is not None and options.rows < 1):
         raise ValueError(f"--members is {options.members} and --rows is {options.rows}: expected 1 or more of each")
-    if not Path(options.output).resolve().parent.is_dir():
-        raise ValueError(f"--output is {options.output!r}: its folder does not exist, make it first")
-    if Path(options.output).is_dir():
-        raise ValueError(f"--output is {options.output!r}, a folder: expected a file to write")
+    if options.trajectories is not None and Path(options.trajectories).suffix not in (".parquet", ".jsonl"):
+        raise ValueError(
+            f"--trajectories is {options.trajectories!r}: expected a name that ends in .parquet or .jsonl"
+        )
+    for name in ("output", "trajectories"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"--{name} is {path!r}: its folder does not exist, make it first")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"--{name} is {path!r}, a folder: expected a file to write")
 
 
 def find_adapter(options: EvaluateArguments) -> None:
@@ -145,6 +159,16 @@ def policies(options: EvaluateArguments, name: str) -> dict[str, tuple[Any, bool
         for label, gates in TRIVIAL_GATES.items():
             chosen[label] = ForcedGates(**gates, **kept), False
     return chosen
+
+
+def write_trajectories(path: Path, results: Mapping[str, Evaluation], *names: Sequence[str]) -> None:
+    """Write one row per turn with the ledger's columns; `names` are those of the rewards and of the turn rewards."""
+    rows = [row for label, one in results.items() for row in rollout_rows(one.rollout, *names, policy=label)]
+    if path.suffix == ".parquet":
+        write_rows(rows, path)
+    else:
+        lines = (json.dumps(row, ensure_ascii=False) for row in as_table(rows, ROLLOUT).to_pylist())
+        write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def load(options: EvaluateArguments, config: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import evaluate
+import pyarrow.parquet as pq
 import pytest
 import sft
 import train
@@ -119,7 +120,20 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     output = tmp_path / "evaluation.json"
     adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001")]
     arguments = ["--model", str(tiny / "model"), *adapter, "--corpus", str(tiny / "corpus.jsonl")]
-    assert evaluate.main([*arguments, "--baselines", "--ignore_exit", "--output", str(output)]) == 0
+    assert (
+        evaluate.main(
+            [
+                *arguments,
+                "--baselines",
+                "--ignore_exit",
+                "--trajectories",
+                str(tmp_path / "rows.parquet"),
+                "--output",
+                str(output),
+            ]
+        )
+        == 0
+    )
     report = json.loads(output.read_text())
     others = ["ungated", "whole document"]
     assert list(report["policies"]) == ["base", "adapter", "exit ignored", *others, *TRIVIAL_GATES]
@@ -137,13 +151,22 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     assert report["policies"]["adapter"]["metrics"]["reward"] == pytest.approx(summary["after"]["reward"])
     assert report["policies"]["adapter"]["metrics"]["turns/mean"] == summary["after"]["turns/mean"]
     assert report["policies"]["stop at once"]["metrics"]["turns/mean"] == 1.0
+    turns = pq.read_table(tmp_path / "rows.parquet").to_pandas()
+    assert list(turns.policy.unique()) == list(report["policies"])
+    for name, policy in report["policies"].items():
+        read = turns[turns.policy == name].groupby(["group", "member"])
+        assert read.reward.first().mean() == pytest.approx(policy["metrics"]["reward"])
+        assert read.parsed.first().mean() == pytest.approx(policy["metrics"]["format/parsed"])
     shown = capsys.readouterr().out
     assert "exit ignored" in shown and shown.count("adapter - it") == 8
 
     # Documents of other lengths than fit are no policy; rows of both splits are the whole corpus.
-    short = ["--max_completion_length", "8", "--max_prompt_length", "60", "--workflow", "memagent", "--split", "all"]
-    assert evaluate.main([*arguments, *short, "--allow_overlap", "--compare_document", "--output", str(output)]) == 0
+    short = ["--max_completion_length", "8", "--max_prompt_length", "164", "--workflow", "memagent", "--split", "all"]
+    short += ["--trajectories", str(tmp_path / "rows.jsonl"), "--allow_overlap"]
+    assert evaluate.main([*arguments, *short, "--compare_document", "--output", str(output)]) == 0
     assert "whole document: left out, " in capsys.readouterr().out
+    first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
+    assert first["policy"] == "adapter" and first["step"] == 1 and first["evidence"] in (True, False)
     report = json.loads(output.read_text())
     assert list(report["policies"]) == ["adapter"]
     assert report["rows"] == sum(1 for _ in (tiny / "corpus.jsonl").open()) - 1

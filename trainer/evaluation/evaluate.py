@@ -47,17 +47,21 @@ THIRDS = ("first third", "middle third", "last third")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one policy did on the rows: `metrics` by name, 95% `intervals`, and a `breakdown` of the metrics.
+    """What one policy did on the rows: its rollout, metrics by name, 95% intervals, and a breakdown of the metrics.
 
     breakdown["context_tokens" or "evidence"][bin] holds "rows" and the metrics of those rows.
     """
 
-    trajectories: list[Trajectory]
+    rollout: ScoredRollout
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
     breakdown: dict[str, dict[str, dict[str, float]]]
     seconds: float
     observations: Observations
+
+    @property
+    def trajectories(self) -> list[Any]:
+        return self.rollout.trajectories
 
     def summary(self) -> dict[str, Any]:
         """Return everything but the trajectories, ready for JSON."""
@@ -170,7 +174,7 @@ def evaluate_policy(
         assert policy is not None
         metrics["kl"] = mean_kl(policy, reference, trajectories, tokenizer.pad_token_id, config, engine.share_prefix)
     return Evaluation(
-        trajectories=trajectories,
+        rollout=rollout,
         metrics=metrics,
         intervals=intervals(observations, SHARES, resamples, config.eval_seed),
         breakdown=_breakdown(trajectories, measures, tokenizer),

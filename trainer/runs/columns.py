@@ -55,6 +55,7 @@ ROLLOUT = (
     Column("rewards", "by function", "reward", "trajectory reward of every function, null for not applicable"),
     Column("reward", "float64", "reward", "their weighted sum, after strict format"),
     Column("strict_zero", "bool", "", "whether strict format made the reward 0"),
+    Column("policy", "string", "", "in an evaluation's file: who read"),
     Column("seconds", "float64", "s", "of the whole rollout's sampling, on this process"),
     Column("policy_digest", "string", "", "digest of the weights that sampled"),
 )
