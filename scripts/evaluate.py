@@ -108,7 +108,9 @@ def evaluate(options: EvaluateArguments) -> int:
         chosen = policies(options, name)
         for workflow, _ in chosen.values():
             workflow.bind(tokenizer, config)
-        check_rows(chosen[name][0], rows, options.split, config, model)
+        for label in (name, UNGATED):  # the others' prompts are those of the first
+            if label in chosen:
+                check_rows(chosen[label][0], rows, options.split, config, model)
     console.print(sources_table(taken))
     if DOCUMENT in chosen:
         try:

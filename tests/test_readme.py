@@ -7,6 +7,7 @@ import fnmatch
 import importlib
 import inspect
 import re
+import shlex
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -337,6 +338,38 @@ def test_every_option_that_a_page_gives_exists(page, options):
     known |= set(launch_command_parser()._option_string_actions)
     alone = [span for span in code_spans(text) if span.startswith("--")]
     assert [name for span in alone for name in re.findall(r"(?<!\S)--[\w-]+", span) if name not in known] == []
+
+
+class Parsed(BaseException):
+    """What a script's own parser made of a whole command, taken where it has parsed."""
+
+    def __init__(self, found, left):
+        self.found, self.left = vars(found), left
+
+
+@every_page
+def test_every_command_of_a_page_is_parsed_by_its_script(page, monkeypatch):
+    """Values, choices and what is required too; a corpus, which the parser does not ask for, is looked for here."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parsed(parser, *arguments, **named):
+        raise Parsed(*parse(parser, *arguments, **named))
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", parsed)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "TOKENIZERS_PARALLELISM"):  # which run_lab.py sets
+        monkeypatch.setenv(name, "")
+    for line in page.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
+        command = re.match(r" {4}(?:uv run|bash|python|accelerate) .*?(scripts/[\w/]+)\.(?:py|sh)(.*)", line)
+        if command is None:
+            continue
+        monkeypatch.setattr(sys, "argv", [command[1], *shlex.split(command[2], comments=True)])
+        with pytest.raises(Parsed) as taken:
+            importlib.import_module(Path(command[1]).name).main()
+        found = taken.value.found
+        assert taken.value.left == [], line
+        if Path(command[1]).name in ("train", "sft", "evaluate"):
+            assert any(found.get(name) for name in ("corpus", "targets", "dataset_name", "quickstart")), line
 
 
 def test_the_readme_shows_every_script(options):

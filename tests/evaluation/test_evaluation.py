@@ -230,6 +230,10 @@ def test_errors(policy):
     model, tokenizer = policy
     with pytest.raises(ValueError, match="short_reward.*1 numbers, expected 2"):
         evaluate_policy(model, tokenizer, GatedMemory(), make_rows([1, 2]), config(), [short_reward])
+    for weights in ([0.7], [1.0, 1.0, 1.0]):  # the first would be broadcast
+        given = make_rows([1]), config(reward_weights=weights), [answer_reward, exit_reward]
+        with pytest.raises(ValueError, match=f"reward_weights has {len(weights)} numbers, expected one for each of 2"):
+            evaluate_policy(model, tokenizer, GatedMemory(), *given)
 
 
 def test_reward_functions_are_called_as_in_training(policy):

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import export_adapter as export_adapter_script
 import pytest
-import transformers.utils.hub
 from datasets import Dataset
-from hub_server import running_hub
+from hub_server import hub_for_client, running_hub
 from huggingface_hub import ModelCard, constants, snapshot_download
 from lib import running
 from tiny import adapted_model, save_base, tiny_model, word_tokenizer
@@ -31,18 +30,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "export_adapter.py"
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """The hub, with the client set to it as by HF_ENDPOINT and HF_HUB_DISABLE_XET, and the owner's token."""
-    with running_hub() as (hub, address):
-        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + template)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the address of xet's storage is the real Hub's
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-        monkeypatch.setattr(
-            transformers.utils.hub, "_hf_api", None
-        )  # transformers keeps a client that knows its address
-        monkeypatch.setenv("HF_TOKEN", "hf_owner")
+    with hub_for_client(monkeypatch, tmp_path) as hub:
         yield hub
 
 

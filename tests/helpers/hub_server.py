@@ -9,6 +9,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+import transformers
+from huggingface_hub import constants
+
 TOKENS = {"hf_owner": "owner", "hf_other": "other"}  # token -> the user whose repositories it may write
 REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 
@@ -236,3 +239,18 @@ def running_hub():
     finally:
         server.shutdown()
         server.server_close()
+
+
+@contextmanager
+def hub_for_client(monkeypatch, folder):
+    """Yield the Hub, with the client set to it as by HF_ENDPOINT and HF_HUB_DISABLE_XET, and the owner's token."""
+    with running_hub() as (hub, address):
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.removeprefix(constants.ENDPOINT)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # the address of xet's storage is the real Hub's
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "no_token"))
+        monkeypatch.setattr(transformers.utils.hub, "_hf_api", None)  # a client that knows its address
+        monkeypatch.setenv("HF_TOKEN", "hf_owner")
+        yield hub

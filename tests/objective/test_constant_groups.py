@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
-from training import PROMPTS, gradients, make_trainer
+from training import PROMPTS, gradients, make_trainer, relative_gap
 
 from turngrpo.trainer import SingleTurn
+from turngrpo.trainer.measuring.metrics import scored_metrics
 from turngrpo.trainer.objective.advantages import trajectory_advantages
 from turngrpo.trainer.objective.losses import clipped_surrogate, token_weights
 from turngrpo.trainer.reading.rollout import Completion
@@ -35,7 +36,7 @@ def one_group(folder, rewards, **options):
         SingleTurn(),
         torch.float64,
         dataset=Dataset.from_dict({"prompt": PROMPTS[:1]}),
-        reward_funcs=lambda completions, **columns: [float(reward) for reward in rewards],
+        reward_funcs=lambda completions, **columns: list(rewards),
         turn_reward_funcs=None,
         **{"alpha": 1.0, "per_device_train_batch_size": 4, "max_steps": 1, "seed": 5} | options,
     )
@@ -138,6 +139,42 @@ def test_the_trainer_trains_on_these_numbers(rewards, loss_type, scale, tmp_path
     assert losses == [pytest.approx(0 if loss_type == "grpo" else a / 6, abs=1e-7)]
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in found.values()))
     assert norm > 0.01 if rewards == MIXED else norm == 0
+
+
+# Rewards 2, 1, None, 2 of 1, 2, (4) and 5 tokens: A = 1/3, -2/3, none, 1/3 over three members and 8 tokens.
+UNJUDGED = {
+    "grpo": [-1 / 9, 1 / 9, 0, -1 / 45],
+    "group": [-1 / 24, 1 / 12, 0, -1 / 24],
+}  # of four members: -1 / 12 first
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "group", "dapo"])
+def test_a_member_that_nobody_judged_is_in_no_denominator(loss_type, tmp_path):
+    trainer = one_group(tmp_path, [2, 1, None, 2], loss_type=loss_type)
+    kept = keep_scores(trainer)
+    gradients(trainer)
+    for length, factor in zip(LENGTHS, UNJUDGED["grpo" if loss_type == "grpo" else "group"], strict=True):
+        logprobs, row = kept.get(length, (torch.zeros(1, 5, requires_grad=True), 0))
+        found = torch.zeros(5) if logprobs.grad is None else logprobs.grad[row]
+        assert found[:length].tolist() == pytest.approx([factor] * length, rel=3e-7, abs=0)
+
+
+def test_the_kl_of_a_member_that_nobody_judged_is_not_trained(tmp_path):
+    """Equal rewards leave the KL alone, whose gradient is the mean of those of the members that were judged."""
+
+    def moved(rewards):
+        trainer = one_group(tmp_path, rewards, beta=0.5)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.1)  # away from the reference
+        return gradients(trainer), trainer
+
+    alone = [moved([1 if i == member else None for i in range(4)])[0] for member in range(3)]
+    found, trainer = moved([1, 1, 1, None])
+    mean = {name: sum(one[name] for one in alone) / 3 for name in found}
+    assert relative_gap(found, mean) < 1e-9
+    assert relative_gap(alone[0], alone[1]) > 0.1  # where all four are trained, whoever was judged, these are equal
+    assert scored_metrics([trainer._buffered_inputs[0].rollout], ["r"], [])["unjudged"] == 1.0
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5])

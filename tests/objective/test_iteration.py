@@ -155,7 +155,7 @@ def test_rounding_invents_no_winner(rewards, weights, dtype, scale):
 
 
 def test_no_three_twentieths_of_one_sum_differ():
-    """All 10,660 triples a <= b <= c of twentieths up to 2: c, b, a in another order is the same reward."""
+    """All 10,660 triples a < b < c of twentieths up to 2: c, a, b is the same reward."""
     twentieths = [i / 20 for i in range(41)]
     triples = list(itertools.combinations(twentieths, 3))
     assert len(triples) == 10_660

@@ -209,6 +209,12 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
         (["--turn_reward_funcs", "exit_rewards"], "update_reward"),
         (["--workflow", "gate"], "gated, memagent, single_turn"),
         (["--layout", "sideways"], "chunk_first"),
+        (
+            ["--reward_weights", ".7", ".3"],
+            "reward_weights has 2 numbers, expected one for each of 3 reward functions",
+        ),
+        (["--reward_weights", ".7", ".3", "--dry_run"], "reward_weights has 2 numbers, expected one for each of 3"),
+        (["--turn_reward_weights", "1", "2"], "turn_reward_weights has 2 numbers, expected one for each of 1 turn"),
         (["--max_prompt_length", "20"], "12 rows|6 rows|cannot fit"),
         (["--top_p", "0.9"], "top_p"),
         (["--workflow", "single_turn"], "gated and memagent"),

@@ -1,4 +1,4 @@
-"""read_document.py and evaluate.py through a small server that computes with a model which has learnt two replies."""
+"""read_document.py and evaluate.py through a small server that computes with a model which has learnt its replies."""
 
 import json
 import os
@@ -11,19 +11,23 @@ import pytest
 import read_document
 import torch
 import train
+from datasets import Dataset
 from jobs import quickstart
 from jobs import reading as reading_job
 from lib.options import evaluation_config
 from lib.running import SetupError
 from openai_server import serving
 from peft import LoraConfig, get_peft_model
+from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
-from turngrpo.trainer import GatedMemory
+from turngrpo.rewards import answer_reward, exit_reward
+from turngrpo.trainer import GatedMemory, MemAgent
 
 TURN = "<check>yes</check><update>the code is 7</update><next>end</next>"
 ANSWER = "\\boxed{7}"
+NOTE = "the code is 7"
 TEXT = "The code of red is 7. " * 12
 LIMITS = ["--max_completion_length", "16", "--max_memory_tokens", "12", "--max_prompt_length", "200"]
 READING = ["--instruction", "Read.", "--chunk_size", "30", "--eval_temperature", "0", *LIMITS]
@@ -32,18 +36,22 @@ OPTIONS = {"max_memory_tokens": 12, "max_completion_length": 16, "max_prompt_len
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """Folder of a tiny model that answers every chunk with TURN and every answer prompt with ANSWER."""
+    """Folder of a tiny model that answers chunks with TURN, MemAgent's with NOTE, and answer prompts with ANSWER."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = quickstart.train_tokenizer([TEXT, TURN, ANSWER] * 50)
+    tokenizer = quickstart.train_tokenizer([TEXT, TURN, ANSWER, MemAgent.instruction] * 50)
     model = quickstart.tiny_model(tokenizer, 0)
-    workflow = GatedMemory(instruction="Read.")
-    workflow.bind(tokenizer, evaluation_config(**OPTIONS))
     rows = [{"question": "red?", "answers": [], "chunks": [{"text": TEXT[: 20 * n]}]} for n in range(1, 9)]
     examples = []
-    for row in rows:
-        for answering, reply in ((False, TURN), (True, ANSWER)):
+    for workflow, memory, reply, some in (
+        (GatedMemory(instruction="Read."), None, TURN, rows),
+        (MemAgent(), None, NOTE, rows[::3]),
+        (MemAgent(), NOTE, NOTE, rows[::3]),
+        (MemAgent(), NOTE, ANSWER, rows[:2]),  # the same for every row, and as GatedMemory asks
+    ):
+        workflow.bind(tokenizer, evaluation_config(**OPTIONS))
+        for row in some:
             state = workflow.start(row)
-            state.answering, state.memory = answering, "the code is 7" if answering else state.memory
+            state.answering, state.memory = reply == ANSWER, memory or state.memory
             prompt = [token for segment in workflow.prompt(state) for token in segment]
             examples.append((prompt, [*tokenizer(reply)["input_ids"], tokenizer.eos_token_id]))
     width = max(len(prompt) + len(reply) for prompt, reply in examples)
@@ -100,6 +108,37 @@ def test_json_holds_the_trace_and_the_prompts_are_those_of_training(model, docum
     state = workflow.start({"question": "red?", "answers": [], "chunks": cut})
     assert asked[0]["prompt"] == [token for segment in workflow.prompt(state) for token in segment]
     assert asked[0]["temperature"] == 0.0 and len(asked) == 5
+
+
+def exported(model, folder, workflow, **options):
+    """Return the version of a fresh adapter, which reads as its base does, that a trainer of a workflow exports."""
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), LoraConfig(r=2, target_modules=["q_proj"]))
+    row = {"question": "red?", "answers": ["7"], "chunks": [{"text": TEXT, "evidence": True}]}
+    data, tokenizer = Dataset.from_list([row] * 4), AutoTokenizer.from_pretrained(model)
+    given = OPTIONS | {"chunk_size": 30, "eval_temperature": 0.0} | options
+    return make_trainer(folder, workflow, model=adapted, dataset=data, tokenizer=tokenizer, **given).export_adapter()
+
+
+def test_an_adapter_of_memagent_is_asked_as_memagent_asks(model, document, tmp_path, capsys):
+    version = exported(model, tmp_path, MemAgent())
+    with serving(model) as server:
+        server.load({"lora_name": "reader", "lora_path": str(version)})
+        where = ["--base_url", server.url, "--model", "reader", "--document", str(document), "--question", "red?"]
+        assert read_document.main([*where, "--json"]) == 0
+        asked = [body["prompt"] for body in server.asked if body["max_tokens"] == 16]
+    report = json.loads(capsys.readouterr().out)
+    assert (report["answer"], report["chunks_read"], len(asked)) == ("7", 4, 5)  # there is no gate to leave by
+    assert [turn["memory"] for turn in report["turns"]] == [NOTE] * 5  # the reply itself
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = {}
+    for workflow in (MemAgent(), GatedMemory()):
+        workflow.bind(tokenizer, evaluation_config(**OPTIONS))
+        cut = [{"text": chunk["text"]} for chunk in reading_job.chunk_document(TEXT, [], tokenizer, 30)]
+        state = workflow.start({"question": "red?", "answers": [], "chunks": cut})
+        first = [token for segment in workflow.prompt(state) for token in segment]
+        state.chunk, state.memory = 1, NOTE
+        prompts[type(workflow)] = [first, [token for segment in workflow.prompt(state) for token in segment]]
+    assert asked[:2] == prompts[MemAgent] and asked[:2] != prompts[GatedMemory]
 
 
 def test_a_server_without_token_ids_is_asked_by_messages(model, document, capsys):
@@ -219,7 +258,7 @@ def test_training_and_its_evaluations_are_sampled_by_the_server(model, corpus, t
         vllm = ["--rollout_engine", "vllm", "--vllm_base_url", server.url, "--vllm_server_timeout", "0.5"]
         with pytest.raises(SetupError, match="rollout_engine='vllm' needs a PEFT adapter"):
             train.main([*given, *vllm])
-        assert train.main([*given, *vllm, "--use_peft", "--seed", "3"]) == 0
+        assert train.main([*given, *vllm, "--use_peft", "--seed", "2"]) == 0
         asked = [body["model"] for body in server.asked if body["max_tokens"] == 16]
     with pytest.raises(SetupError, match="has been out of reach or failing for 0.5 seconds"):
         train.main([*given, *vllm, "--use_peft", "--dry_run"])
@@ -264,3 +303,56 @@ def test_evaluation_through_a_server_has_the_metrics_of_the_local_one(model, cor
     base, adapted = (reports[1]["policies"][name]["metrics"] for name in ("base", "adapter"))
     assert (base["answer/accuracy"], base["exit/early"], base["turns/mean"]) == (1.0, 1.0, 1.0)  # it ends at once
     assert base != adapted
+
+
+def test_an_ungated_reading_beside_the_gated_one(model, corpus, tmp_path, capsys):
+    read = ["--model", str(model), "--corpus", str(corpus), *LIMITS, "--eval_temperature", "0"]
+    reports = {}
+    for name, more in {
+        "both": ["--instruction", "Read.", "--compare_ungated"],
+        "gated": ["--instruction", "Read."],
+        "ungated": ["--workflow", "memagent"],
+    }.items():
+        output = tmp_path / f"{name}.json"
+        assert evaluate.main([*read, *more, "--output", str(output)]) == 0
+        reports[name] = json.loads(output.read_text())
+        shown = capsys.readouterr().out
+        if name == "both":
+            # The gated reader leaves at the first of three chunks, before the evidence of the second.
+            (line,) = [line for line in shown.splitlines() if "turns/mean" in line and "-2 [-2, -2]" in line]
+            assert "3 [3, 3]" in line and "1 [1, 1]" in line
+    assert list(reports["both"]["policies"]) == ["model", "ungated"]
+    gated, ungated = (reports[name]["policies"]["model"]["metrics"] for name in ("gated", "ungated"))
+    policies = reports["both"]["policies"]
+    assert policies["model"]["metrics"] == gated and policies["ungated"]["metrics"] == ungated
+    assert (gated["turns/mean"], ungated["turns/mean"]) == (1.0, 3.0)
+    differences = reports["both"]["model_minus_ungated"]
+    assert differences["turns/mean"] == {"difference": -2.0, "interval": [-2.0, -2.0]}
+    # Answers are right in both; exits are early by the gate, -0.75 in the reward, and late without one, -0.5.
+    assert differences["answer/accuracy"]["difference"] == 0.0 and differences["exit/early"]["difference"] == 1.0
+    shared = [name for name in gated if name in ungated and name in policies["model"]["intervals"]]
+    assert {name: found["difference"] for name, found in differences.items()} == {
+        name: gated[name] - ungated[name] for name in shared
+    }
+    assert all(found["interval"][0] <= found["difference"] <= found["interval"][1] for found in differences.values())
+
+
+def test_rewards_weigh_as_in_the_training_unless_told_otherwise(model, corpus, tmp_path):
+    """One is right and early: answer 1, exit -0.75. By .7 and .3 that is 0.475; by 1 and 1 it was 0.25."""
+    version = exported(
+        model,
+        tmp_path,
+        GatedMemory(instruction="Read."),
+        reward_funcs=[answer_reward, exit_reward],
+        reward_weights=[0.7, 0.3],
+    )
+    read = ["--model", str(version), "--corpus", str(corpus), "--reward_funcs", "answer_reward", "exit_reward"]
+    output = tmp_path / "evaluation.json"
+    for more, reward, source in (
+        ([], 0.475, str(version / "manifest.json")),
+        (["--reward_weights", "1", "1"], 0.25, "command line"),
+    ):
+        assert evaluate.main([*read, *more, "--output", str(output)]) == 0
+        report = json.loads(output.read_text())
+        assert report["policies"]["adapter"]["metrics"]["reward"] == pytest.approx(reward)
+        assert report["taken_from"]["reward_weights"] == source
