@@ -29,6 +29,7 @@ from jobs.evaluating import (
     CONFIG,
     DEFAULTS,
     DOCUMENT,
+    UNGATED,
     EvaluateArguments,
     check_options,
     check_workflow,

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import compare_states as compare_script
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -292,14 +293,16 @@ run(folder, resume=int(sys.argv[3]) if len(sys.argv) > 3 else None)
 
 
 def separate_process(folder, kill="no", resume=None):
-    tests = [str(ROOT / "tests" / folder) for folder in ("runs", "helpers")]
+    tests = [str(ROOT / folder) for folder in ("tests/runs", "tests/helpers", "scripts")]
     code = textwrap.dedent(SCRIPT).format(tests=tests)
     arguments = [sys.executable, "-c", code, str(folder), kill, *([str(resume)] if resume else [])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
 
 
-def test_a_kill_in_mid_save_leaves_no_half_checkpoint_and_another_process_goes_on_identically(tmp_path):
+def test_a_kill_in_mid_save_leaves_no_half_checkpoint_and_another_process_goes_on_identically(
+    tmp_path, monkeypatch, capsys
+):
     killed = separate_process(tmp_path / "b", kill="turngrpo_state")
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     left = sorted(path.name for path in (tmp_path / "b").iterdir() if "checkpoint" in path.name)
@@ -307,11 +310,9 @@ def test_a_kill_in_mid_save_leaves_no_half_checkpoint_and_another_process_goes_o
     straight = separate_process(tmp_path / "a")
     resumed = separate_process(tmp_path / "b", resume=2)
     assert straight.returncode == resumed.returncode == 0, resumed.stderr[-2000:]
-    compare = [sys.executable, str(ROOT / "scripts" / "compare_states.py")]
-    same = subprocess.run([*compare, tmp_path / "a/checkpoint-8", tmp_path / "b/checkpoint-8"], capture_output=True)
-    assert same.returncode == 0 and b"identical" in same.stdout
-    other = subprocess.run([*compare, tmp_path / "a/checkpoint-7", tmp_path / "b/checkpoint-8"], capture_output=True)
-    assert other.returncode == 1 and b"model.safetensors" in other.stdout
+    for name, status, said in (("checkpoint-8", 0, "identical"), ("checkpoint-7", 1, "model.safetensors")):
+        monkeypatch.setattr(sys, "argv", ["compare_states.py", f"{tmp_path}/a/{name}", f"{tmp_path}/b/checkpoint-8"])
+        assert compare_script.main() == status and said in capsys.readouterr().out
     assert not list((tmp_path / "b").glob("partial-*"))
 
 

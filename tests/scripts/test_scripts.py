@@ -118,7 +118,7 @@ def test_a_resumed_run_logs_every_update_once(tmp_path):
 
 def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     output = tmp_path / "evaluation.json"
-    adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001")]
+    adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001"), "--max_prompt_length", "170"]
     arguments = ["--model", str(tiny / "model"), *adapter, "--corpus", str(tiny / "corpus.jsonl")]
     assert (
         evaluate.main(
