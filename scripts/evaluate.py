@@ -49,6 +49,7 @@ from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, pa
 from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.runs.proof import prove
 from turngrpo.trainer.sampling.server import Server
+from turngrpo.trainer.writing import writing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,7 +129,8 @@ def evaluate(options: EvaluateArguments) -> int:
         "taken_from": {option: source for option, (_, source) in taken.items()},
     }
     if PartialState().is_main_process:
-        write_json(Path(options.output), finite(report))
+        with writing(options.output, "What it would say stands in the tables above; the same command evaluates again"):
+            write_json(Path(options.output), finite(report))
     console.print(f"wrote {options.output}", highlight=False)
     return 0
 
