@@ -24,18 +24,6 @@ VALUES = [
 ]
 LITERALS = [b"NaN", b"-Infinity", b"1e999", b"1" * 5_000, b"[" * 5_000, b"{", b"}", b'"', b"\\", b",", b":"]
 BYTES = [b"\x00", b"\xff", b"\xc3", b"\xed\xa0\x80", b"\n", b"\r", b"\r\n", b"\x0b", b"\x0c", b"\xe2\x80\xa8"]
-    b"\x00",
-    b"\xff",
-    b"\xc3",
-    b"\xed\xa0\x80",
-    b"\n",
-    b"\r",
-    b"\r\n",
-    b"\x0b",
-    b"\x0c",
-    b"\xe2\x80\xa8",
-    b"\xef\xbb\xbf",
-]
 
 
 def lines():
