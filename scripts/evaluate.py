@@ -54,6 +54,7 @@ from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, pa
 from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.runs.proof import prove
 from turngrpo.trainer.sampling.server import Server
+from turngrpo.trainer.writing import writing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,10 +141,12 @@ def evaluate(options: EvaluateArguments) -> int:
         "taken_from": {option: source for option, (_, source) in taken.items()},
     }
     if PartialState().is_main_process:
-        write_json(Path(options.output), finite(report))
+        with writing(options.output, "What it would say stands in the tables above; the same command evaluates again"):
+            write_json(Path(options.output), finite(report))
         if options.trajectories is not None:
             names = ([reward_name(function) for function in functions] for functions in (rewards, turn_rewards))
-            write_trajectories(Path(options.trajectories), results, *names)
+            with writing(options.trajectories, f"{options.output} is whole; the same command evaluates again"):
+                write_trajectories(Path(options.trajectories), results, *names)
     written = [path for path in (options.output, options.trajectories) if path is not None]
     console.print(f"wrote {' and '.join(written)}", highlight=False)
     return 0

@@ -21,6 +21,8 @@ from lib.output import finite, write_json
 from lib.reporting import make_console
 from lib.running import run_script, setting_up
 
+from turngrpo.trainer.writing import writing
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, make the update in a temporary folder, and show it."""
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     show(report, make_console(), options.tokens)
     if options.json is not None:
-        with setting_up():
+        with writing(options.json, "What it would say stands in the tables above; the same command does it again"):
             write_json(Path(options.json), finite(report))
     return 0
 

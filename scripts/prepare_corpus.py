@@ -32,6 +32,8 @@ from turngrpo.data_prep import (
 from turngrpo.data_prep.needle import KINDS
 from turngrpo.data_prep.world import KINDS as KINDS_BY_HOPS
 from turngrpo.data_prep.world_corpus import EVIDENCE_PLACES
+from turngrpo.trainer.showing import visible
+from turngrpo.trainer.writing import writing
 
 Corpus = tuple[dict[str, Any], list[dict[str, Any]]]
 TABLE_PROJECTS = 20
@@ -163,9 +165,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 bar.update(task, completed=done, total=total)
 
             manifest, rows = make_corpus(options, tokenizer, counts, show)
-        write_corpus(options.output, manifest, rows, overwrite=options.overwrite)
+        with writing(options.output, "A file that was there is as it was; the same command makes it again"):
+            write_corpus(options.output, manifest, rows, overwrite=options.overwrite)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(visible(f"error: {error}"), file=sys.stderr)
         return 1
     console.print(summary_table(rows, tokenizer))
     for name in sorted(counts):

@@ -11,7 +11,6 @@ Options left out are those the adapter was trained with, where the folder that t
 --adapter gives one, or the defaults of training. Ctrl-C leaves the trace so far, with exit status 130.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +19,8 @@ from lib.options import parse_options, sources_table
 from lib.running import run_script, setting_up
 from rich.console import Console
 from rich.markup import escape
+
+from turngrpo.trainer.showing import visible, visible_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(sources_table(reading.taken))
     report, status = read(reading, console)
     if options.json:
-        print(json.dumps(report, ensure_ascii=False, indent=2))
+        print(visible_json(report))
     read_chunks = f"{report['chunks_read']} of {report['chunks']} chunks in {report['seconds']:.1f} seconds"
     if report["error"] is not None:
-        print(f"error: {report['error']} after {read_chunks}", file=sys.stderr)
+        print(visible(f"error: {report['error']} after {read_chunks}"), file=sys.stderr)
         return status
     answer = "none (no answer in \\boxed{})" if report["answer"] is None else report["answer"]
-    console.print(f"read {read_chunks}\n[bold]answer:[/] {escape(answer)}")
+    console.print(f"read {read_chunks}\n[bold]answer:[/] {escape(visible(answer))}")
     return status
 
 

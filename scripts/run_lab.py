@@ -18,12 +18,14 @@ from pathlib import Path
 
 from lab.config import LabConfig
 from lab.experiment import stages
-from lab.stages import Laboratory
+from lab.stages import GOES_ON, Laboratory
 from lib.options import parse_options
 from lib.output import held
 from lib.reporting import make_console
 from lib.running import SetupError, run_script, setting_up
 from rich.markdown import Markdown
+
+from turngrpo.trainer.writing import writing
 
 RECIPES = Path(__file__).parent / "recipes"
 PRESETS = ("minimum", "smoke")
@@ -56,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = make_console()
     with setting_up():
         options, config = parse(list(sys.argv[1:] if arguments is None else arguments))
-    with setting_up(), held(Path(options.output), "--output"):
+    with setting_up(), held(Path(options.output), "--output"), writing(options.output, GOES_ON):
         laboratory = Laboratory(Path(options.output), config, console)
         try:
             for stage in stages(config):

@@ -29,6 +29,7 @@ from trl import SFTConfig
 from turngrpo.data_prep import gold_thought
 from turngrpo.trainer.reading.workflows import WorkflowOptions
 from turngrpo.trainer.warm_start import check_batches, check_lengths, corpus_examples, fit, target_examples
+from turngrpo.trainer.writing import going_on, writing
 
 
 @dataclass
@@ -100,10 +101,12 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
     lora, allowed = new_adapter_config(model_options), options.allow_changed
     trainer = fit(model, tokenizer, examples, names, config, lora, allow_changed=allowed)
-    trainer.save_model(config.output_dir)
+    with writing(f"the result in {output}", going_on(output)):
+        trainer.save_model(config.output_dir)
+        if config.process_index == 0:
+            losses = [log for log in trainer.state.log_history if "loss" in log]
+            (output / "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
     if config.process_index == 0:
-        losses = [log for log in trainer.state.log_history if "loss" in log]
-        (output / "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
         print(f"saved to {config.output_dir}")
     return 0
 

@@ -28,6 +28,7 @@ from lib.reporting import make_console
 from lib.running import run_script, setting_up
 
 from turngrpo.trainer import TurnGRPOConfig
+from turngrpo.trainer.writing import going_on, writing
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         summary["seconds"] = {name: round(value, 3) for name, value in run.seconds.items()}
         path = output / "summary.json"
         if config.process_index == 0:
-            write_json(path, finite(summary))
+            with writing(str(path), going_on(output)):
+                write_json(path, finite(summary))
         console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
         if config.push_to_hub:
             with setting_up():

@@ -378,6 +378,8 @@ trainer/measuring/update_log.py
     trl.GRPOTrainer()._logs[rewards]
     trl.GRPOTrainer()._metrics[eval]
     trl.GRPOTrainer()._metrics[train]
+    trl.trainer.utils.print_prompt_completions_sample(prompts, completions, rewards, advantages, step, num_samples,
+        extra)
 trainer/objective/exact_kl.py
     torch.autograd.function.once_differentiable(fn)
 trainer/objective/fused_head.py
@@ -522,6 +524,7 @@ trainer/turn_grpo_trainer.py
     trl.GRPOTrainer().log_completions
     trl.GRPOTrainer().loss_type
     trl.GRPOTrainer().model
+    trl.GRPOTrainer().num_completions_to_print
     trl.GRPOTrainer().num_generations
     trl.GRPOTrainer().num_generations_eval
     trl.GRPOTrainer().num_iterations
@@ -554,6 +557,7 @@ trainer/turn_grpo_trainer.py
         metric_key_prefix)
     trl.GRPOTrainer.init_hf_repo(self, token, private)
     trl.GRPOTrainer.is_world_process_zero(self)
+    trl.GRPOTrainer.log(self, logs, start_time)
     trl.GRPOTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
     trl.GRPOTrainer.push_to_hub(self, commit_message, blocking, token, revision, private, kwargs)
     trl.GRPOTrainer.save_model(self, output_dir, _internal_call)

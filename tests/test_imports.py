@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports only from what stands before it: rooms from top to bottom, and in a room from left to right.
 ORDER = """
-    trainer             files awaiting processes
+    trainer             files awaiting watching showing writing processes
     data_prep           chunking corpus_format splits corpus code_facts code_corpus memagent needle world gold
     data_prep           world_corpus stock_arithmetic __init__
     trainer/reading     __init__ gates chat_format rollout workflows
@@ -27,11 +27,11 @@ ORDER = """
     trainer             reward_calls
     trainer/measuring   __init__ metrics behavior_check turn_record update_log
     trainer/runs        __init__ proof identity fingerprint checkpoints resume columns ledger compare
-    trainer/export      __init__ model_card versions merge hub exporter
+    trainer/export      __init__ base_model model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates whole_document
     trainer             warm_start __init__
-    scripts/lib         schedule output options adapters loading lookup served reporting running
+    scripts/lib         schedule running output options adapters loading lookup served reporting
     scripts/jobs        gpu_memory quickstart reading evaluating inspecting training
     scripts/lab         __init__ archive config stages data training testing report experiment
     scripts/benchmarks  workers common values floor trainers exact_kl gated_step rollout scaling train_step gpu_check
@@ -53,6 +53,9 @@ LIGHT_MODULES = [
     "turngrpo.trainer",
     "turngrpo.trainer.files",
     "turngrpo.trainer.awaiting",
+    "turngrpo.trainer.watching",
+    "turngrpo.trainer.showing",
+    "turngrpo.trainer.writing",
     "turngrpo.trainer.reading.gates",
     "turngrpo.trainer.reading.rollout",
     "turngrpo.trainer.reading.workflows",

@@ -3,11 +3,17 @@
 import asyncio
 import copy
 import itertools
+import logging
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
 import torch
+from training import make_trainer
 
+from turngrpo.trainer import TurnGRPOConfig, reward_calls, watching
 from turngrpo.trainer.reading.rollout import Trajectory, Turn
 from turngrpo.trainer.reward_calls import RewardError, call_rewards, call_turn_rewards, reward_arguments
 
@@ -261,3 +267,154 @@ def test_an_end_that_is_not_marked_special_is_no_text():
     arguments = arguments_of([ended, cut])
     assert arguments["completions"] == ["5", "5 4"]  # "5 3" would show the end token
     assert arguments["completion_ids"] == [[5, 3], [5, 4]]
+
+
+# ---- rewards that hang ----
+
+HANGING = 600.0  # seconds: longer than any test may take
+
+
+def asleep(**columns):
+    time.sleep(HANGING)
+
+
+def retrying(**columns):
+    while True:
+        try:
+            time.sleep(HANGING)
+        except Exception:  # as a client does that takes every failure for the server's
+            pass
+
+
+def spinning(**columns):
+    while True:
+        pass
+
+
+def computed_as_it_is_read(**columns):
+    return (time.sleep(HANGING) for _ in range(2))
+
+
+async def waiting(**columns):
+    await asyncio.sleep(HANGING)
+
+
+@pytest.mark.parametrize("function", [asleep, retrying, spinning, computed_as_it_is_read, waiting])
+def test_a_reward_that_takes_too_long_is_ended_and_named(function):
+    def quick(**columns):
+        return [1.0, 1.0]
+
+    before = signal.getsignal(signal.SIGVTALRM)
+    message = f"reward function '{function.__name__}' took longer than reward_timeout, 0.2 seconds"
+    with pytest.raises(RewardError, match=message):
+        call_rewards([quick, function], TWO, timeout=0.2)
+    with pytest.raises(RewardError, match=message):
+        call_turn_rewards([function], [reading(0, 0, [1]), reading(0, 1, [1])], {}, timeout=0.2)
+    assert signal.getsignal(signal.SIGVTALRM) == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "turngrpo-watching"]
+    assert call_rewards([quick], TWO, timeout=HANGING).tolist() == [[1.0], [1.0]]
+
+
+def test_the_slow_one_of_the_async_rewards_is_named_and_the_others_are_cancelled():
+    ended = []
+
+    async def other(**columns):
+        try:
+            await asyncio.sleep(0.1)
+            ended.append("other")
+            await asyncio.sleep(HANGING)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    async def quick(**columns):
+        return [1.0, 1.0]
+
+    async def own_timeout(**columns):
+        raise TimeoutError("of its own")
+
+    with pytest.raises(RewardError, match="reward function 'other' took longer"):
+        call_rewards([quick, other], TWO, timeout=0.3)
+    assert ended == ["other", "cancelled"]
+    with pytest.raises(TimeoutError, match="of its own"):
+        call_rewards([own_timeout], TWO, timeout=HANGING)
+
+
+def test_an_async_reward_that_never_gives_way_is_not_waited_for(monkeypatch):
+    free = threading.Event()
+
+    async def blocking(**columns):
+        free.wait()  # holds the loop of all async functions
+
+    monkeypatch.setattr(reward_calls, "GRACE", 0.1)
+    try:
+        with pytest.raises(RewardError, match="reward function 'blocking' took longer"):
+            call_rewards([blocking], TWO, timeout=0.2)
+    finally:
+        free.set()
+
+
+@pytest.mark.parametrize("kind", ["reward_funcs", "turn_reward_funcs"])
+def test_the_limit_holds_in_training(kind, tmp_path):
+    with pytest.raises(RewardError, match="'asleep' took longer than reward_timeout, 0.1 seconds"):
+        make_trainer(tmp_path, **{kind: asleep}, reward_timeout=0.1).train()
+
+
+def test_outside_of_the_main_thread_a_slow_reward_is_named_when_it_ends():
+    def slow(**columns):
+        time.sleep(0.2)
+        return [1.0, 1.0]
+
+    found = []
+
+    def call():
+        try:
+            call_rewards([slow], TWO, timeout=0.1)
+        except RewardError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(found) == 1 and "'slow' took longer" in found[0]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_line_says_which_reward_has_been_running(is_async, monkeypatch):
+    lines, enough = [], threading.Event()
+
+    class Kept(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+            if len(lines) == 3:
+                enough.set()
+
+    def judge(**columns):
+        assert enough.wait(HANGING)
+        return [1.0, 0.0]
+
+    async def judge_async(**columns):
+        return await asyncio.to_thread(judge)
+
+    async def quick(**columns):
+        return [1.0, 1.0]
+
+    monkeypatch.setattr(watching, "FIRST_LINE", 0.05)
+    handler = Kept()
+    watching.logger.addHandler(handler)
+    try:
+        call_rewards([quick, judge_async if is_async else judge], TWO)
+    finally:
+        watching.logger.removeHandler(handler)
+    name = "judge_async" if is_async else "judge"
+    assert set(lines) <= {f"the reward function '{name}' has been running for {n} seconds" for n in range(60)}
+
+
+def test_the_lines_grow_rare():
+    assert list(itertools.islice(watching.line_times(), 4)) == [30, 90, 210, 450]  # at equal distances 30, 60, 90, 120
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")])
+def test_a_limit_is_a_number_of_seconds(value):
+    with pytest.raises(ValueError, match=f"reward_timeout is {value}, expected None or a number of seconds above 0"):
+        TurnGRPOConfig("out", reward_timeout=value, use_cpu=True, bf16=False)

@@ -76,6 +76,12 @@ class TurnGRPOConfig(GRPOConfig):
     )
     vllm_request_timeout: float = _our(600.0, "Seconds that a server may take for one completion, > 0.")
     vllm_concurrent_requests: int = _our(64, "Requests that each process keeps open at each server, >= 1.")
+    reward_timeout: float | None = _our(
+        None,
+        "Seconds that a reward function may take for one call; None: any time. One that takes longer is an error: an "
+        "async one is cancelled, any other interrupted, by a signal in the main thread, which a library's own code "
+        "notices when it comes back to Python; on Windows it ends first.",
+    )
     allow_changed: list[str] | None = _our(
         None,
         "What a resume may go on with although it differs from the checkpoint's, on purpose: names as its refusal "
@@ -108,6 +114,8 @@ class TurnGRPOConfig(GRPOConfig):
         self._require("eval_temperature", 0 <= self.eval_temperature < math.inf, "a number >= 0 (0 is greedy)")
         self._require("rollout_engine", self.rollout_engine in ("transformers", "vllm"), "'transformers' or 'vllm'")
         self._require("vllm_request_timeout", self.vllm_request_timeout > 0, "a number above 0")
+        limit = self.reward_timeout
+        self._require("reward_timeout", limit is None or 0 < limit < math.inf, "None or a number of seconds above 0")
         self._require("eval_top_p", 0 < self.eval_top_p <= 1, "a number in (0, 1]")
         for name in (
             "chunk_size",

@@ -1,9 +1,11 @@
 """Calls of users' reward functions: one set of arguments; a failure or a wrong return names the function."""
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,9 +14,11 @@ from trl import apply_chat_template
 
 from turngrpo.trainer.awaiting import gather_all, run_async
 from turngrpo.trainer.reading.rollout import Trajectory, read_only
+from turngrpo.trainer.watching import CallTimeout, call_watched
 
 SPARE = 1000  # values that are counted beyond those expected, of a return without end
 SHOWN = 200  # characters of a wrong return in a message
+GRACE = 5.0  # seconds that async functions get to end in after their limit, before nobody waits for them any more
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # which reach reward functions as plurals
 
 
@@ -65,23 +69,37 @@ def reward_arguments(
     }
 
 
-def call_rewards(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> torch.Tensor:
-    """Call every trajectory reward function, the async ones together; return (B, F) float64, NaN for None."""
-    columns = [_trajectory_numbers(name, values, arguments) for name, values in _called(functions, arguments)]
+def call_rewards(
+    functions: Sequence[Callable[..., Any]], arguments: dict[str, Any], timeout: float | None = None
+) -> torch.Tensor:
+    """Call every trajectory reward function, the async ones together; return (B, F) float64, NaN for None.
+
+    One that takes longer than `timeout` seconds is a RewardError.
+    """
+    columns = [
+        _within(
+            timeout, name, partial(_trajectory_numbers, name, values, arguments)
+        )  # it may be computed as it is read
+        for name, values in _called(functions, arguments, timeout)
+    ]
     return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), len(arguments["completions"])).T
 
 
 def call_turn_rewards(
-    functions: Sequence[Callable[..., Any]], trajectories: Sequence[Trajectory], arguments: dict[str, Any]
+    functions: Sequence[Callable[..., Any]],
+    trajectories: Sequence[Trajectory],
+    arguments: dict[str, Any],
+    timeout: float | None = None,
 ) -> torch.Tensor:
     """Call every turn reward function, the async ones together; return (N, F_turn) float64, NaN for None.
 
-    Anything but one list per trajectory with one number or None per turn is a RewardError.
+    Anything but one list per trajectory with one number or None per turn is a RewardError, and so is one that takes
+    longer than `timeout` seconds.
     """
     expected = [len(trajectory.turns) for trajectory in trajectories]
     columns = []
-    for name, values in _called(functions, arguments):
-        lists = _lists(values, expected)
+    for name, values in _called(functions, arguments, timeout):
+        lists = _within(timeout, name, partial(_lists, values, expected))
         found = _shown(values) if lists is None else f"lists of lengths {[len(one) for one in lists]}"
         if lists is None or [len(one) for one in lists] != expected:
             raise RewardError(
@@ -115,23 +133,62 @@ def reward_of_model(
     return model_reward
 
 
-def _called(functions: Sequence[Callable[..., Any]], arguments: dict[str, Any]) -> list[tuple[str, Any]]:
+def _called(
+    functions: Sequence[Callable[..., Any]], arguments: dict[str, Any], timeout: float | None
+) -> list[tuple[str, Any]]:
     """Return (name, what it returned) of every function, what async ones promised awaited together."""
     names, values = [reward_name(function) for function in functions], []
     for name, function in zip(names, functions, strict=True):
         with _named(name):
-            values.append(function(**arguments))
-    waiting = [index for index, value in enumerate(values) if inspect.isawaitable(value)]
+            values.append(_within(timeout, name, partial(function, **arguments)))
+    waiting = {index: names[index] for index, value in enumerate(values) if inspect.isawaitable(value)}
     if waiting:
-        finished = run_async(gather_all([_awaited(names[index], values[index]) for index in waiting]))
-        for index, value in zip(waiting, finished, strict=True):
+        finished = _awaited({index: values[index] for index in waiting}, waiting, timeout)
+        for index, value in finished.items():
             values[index] = value
     return list(zip(names, values, strict=True))
 
 
-async def _awaited(name: str, value: Any) -> Any:
-    with _named(name):
-        return await value
+def _within(timeout: float | None, name: str, call: Callable[[], Any]) -> Any:
+    """Return what a call of a function returns; RewardError where it takes too long."""
+    try:
+        return call_watched(lambda: f"the reward function {name!r}", timeout, call)
+    except CallTimeout as error:
+        raise _too_long(name, timeout) from error
+
+
+def _awaited(promises: Mapping[int, Any], names: Mapping[int, str], timeout: float | None) -> dict[int, Any]:
+    """Return what async functions return, all at once; RewardError where one takes too long, which is cancelled."""
+    left = dict(names)
+
+    async def one(index: int) -> Any:
+        with _named(names[index]):
+            try:
+                async with asyncio.timeout(timeout) as scope:
+                    value = await promises[index]
+            except TimeoutError as error:
+                if scope.expired():
+                    raise _too_long(names[index], timeout) from error
+                raise
+        del left[index]
+        return value
+
+    def shown() -> str:
+        return "the reward function " + " and ".join(map(repr, left.values()))
+
+    limit = None if timeout is None else timeout + GRACE  # of one that cannot be cancelled, since it does not wait
+    try:
+        found = call_watched(shown, limit, lambda: run_async(gather_all([one(index) for index in promises])))
+    except CallTimeout as error:
+        raise _too_long(" and ".join(left.values()), timeout) from error
+    return dict(zip(promises, found, strict=True))
+
+
+def _too_long(name: str, timeout: float | None) -> RewardError:
+    return RewardError(
+        f"reward function {name!r} took longer than reward_timeout, {timeout:g} seconds: make it quicker, give what "
+        "it asks a limit, or raise reward_timeout"
+    )
 
 
 @contextmanager

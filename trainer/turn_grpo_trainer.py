@@ -80,6 +80,7 @@ from turngrpo.trainer.runs.proof import ResumeError
 from turngrpo.trainer.runs.resume import StreamPlace, generators_kept, restore_rollout, rollout_state, train_sampler
 from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
 from turngrpo.trainer.sampling.vllm_engine import make_vllm_engine
+from turngrpo.trainer.writing import going_on, writing
 
 TurnRewardFunc = Callable[..., list[list[float | None]]]
 
@@ -285,8 +286,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         """Return the rewards (B, F) and turn rewards (N, F_turn) of the trajectories of all processes."""
         helpers = self.state, self._log_completion_extra, self._log_metric
         arguments = reward_arguments(trajectories, self._tokenizer, *helpers)
-        per_func = call_rewards(self._reward_functions, arguments)
-        per_turn = call_turn_rewards(self.turn_reward_funcs, trajectories, arguments)
+        per_func = call_rewards(self._reward_functions, arguments, self.args.reward_timeout)
+        per_turn = call_turn_rewards(self.turn_reward_funcs, trajectories, arguments, self.args.reward_timeout)
         return gather_tensors(per_func), gather_tensors(per_turn)
 
     def _log_rollout(self, rollout: ScoredRollout) -> None:
@@ -308,7 +309,8 @@ class TurnGRPOTrainer(GRPOTrainer):
             seconds = self.update_log.pending_costs["time/generation"]
             with self.update_log.timed("digests"):
                 digest = tensors_digest(trained)
-            with self.update_log.timed("saving"):
+            what = f"the rollout of iteration {rollout.iteration}"
+            with self.update_log.timed("saving"), writing(what, going_on(self.args.output_dir)):
                 ledger.record(rollout.iteration, self._rows(rollout, policy_digest=digest, seconds=seconds))
 
     def _open_ledger(self, position: int, files: Mapping[str, str] | None = None, updates: int = 0) -> Ledger:
@@ -430,7 +432,8 @@ class TurnGRPOTrainer(GRPOTrainer):
             else:
                 sum_gradients(self.model, self._gradients)
         if self._ledger is not None:
-            with self.update_log.timed("saving"):
+            what = f"the ledger of update {self.state.global_step + 1}"
+            with self.update_log.timed("saving"), writing(what, going_on(self.args.output_dir)):
                 self._ledger.record_update(self.state.global_step + 1, self._update_rows)
         self._update_rows.clear()
         self.update_log.finish_update(self._current_train_step_time)
@@ -541,8 +544,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 
-    # ---- runs: replaces GRPOTrainer.train, _get_train_sampler, and _run_epoch, _save_checkpoint, _load_rng_state,
-    # _finalize_training of transformers' Trainer (5.24) ----
+    # ---- runs: replaces GRPOTrainer.train, log, _get_train_sampler, and _run_epoch, _save_checkpoint,
+    # _load_rng_state, _finalize_training of transformers' Trainer (5.24) ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; under a workflow the reference must be the same at the end, to the last bit.
@@ -596,6 +599,19 @@ class TurnGRPOTrainer(GRPOTrainer):
         super()._load_rng_state(checkpoint)
         if self.workflow is not None and checkpoint is not None:
             self.checkpoints.load(checkpoint)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as GRPOTrainer does (trl 1.16); what is printed of completions steers no terminal."""
+        if self.workflow is None:
+            return super().log(logs, start_time)
+        wanted, self.num_completions_to_print = self.num_completions_to_print, 0
+        try:
+            with writing(f"the log of update {self.state.global_step}", going_on(self.args.output_dir)):
+                super().log(logs, start_time)
+        finally:
+            self.num_completions_to_print = wanted
+        if self.log_completions and is_main_process():
+            self.completion_log.show(self.state.global_step, wanted)
 
     @property
     def _reads_stream(self) -> bool:

@@ -61,6 +61,7 @@ class EvaluateArguments(ReadingOptions):
     turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path; the training's.")
     reward_weights: list[float] | None = option(None, "One weight per trajectory reward; the training's, or 1.")
     turn_reward_weights: list[float] | None = option(None, "One weight per turn reward; the training's, or 1.")
+    reward_timeout: float | None = option(None, "Seconds that a reward function may take for one call; any time.")
 
 
 DEFAULTS = reading_defaults(
@@ -73,7 +74,7 @@ DEFAULTS = reading_defaults(
 )
 CONFIG = (
     "chunk_size max_prompt_length max_completion_length max_memory_tokens eval_temperature eval_top_p eval_seed "
-    "chat_template_kwargs reward_weights turn_reward_weights"
+    "chat_template_kwargs reward_weights turn_reward_weights reward_timeout"
 ).split()
 
 

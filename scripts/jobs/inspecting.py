@@ -24,6 +24,7 @@ from turngrpo.trainer.forward.scoring import Reference, Scorer, Scores
 from turngrpo.trainer.objective.losses import clipped_surrogate
 from turngrpo.trainer.reading.rollout import decode_completion
 from turngrpo.trainer.runs.ledger import rollout_rows
+from turngrpo.trainer.showing import visible
 
 VALIDATION_FRACTION = 0.1
 
@@ -211,7 +212,7 @@ def cell(value: Any) -> str:
 def show(report: dict[str, Any], console: Console, tokens: bool) -> None:
     """Print the problem, the group, the update, and the tokens if asked for."""
     turns, log, options = report["turns"], report["update"], report["options"]
-    console.print(Text(f"{report['row']}: {report['problem']}\nexpected: {report['expected']}"))
+    console.print(Text(visible(f"{report['row']}: {report['problem']}\nexpected: {report['expected']}")))
     names = [name for name in TURN if options["corpus"] or name not in ("step", "turn_rewards")]
     console.print(table("log-probabilities before and after one update", turns, names))
     if not any(turn["advantage"] for turn in turns):
@@ -220,4 +221,4 @@ def show(report: dict[str, Any], console: Console, tokens: bool) -> None:
     console.print(f"{used}: loss {log['loss']:.4g}, gradient norm {log['grad_norm']:.4g}", highlight=False)
     for turn in turns if tokens else []:
         title = f"{turn['id']}: advantage {turn['advantage']:.6g}, weight of a token {turn['token_weight']:.6g}"
-        console.print(table(title, turn["tokens"], TOKEN))
+        console.print(table(visible(title), turn["tokens"], TOKEN))

@@ -23,6 +23,7 @@ from turngrpo.trainer.reading.rollout import Turn, collect
 from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError
 from turngrpo.trainer.sampling.vllm_engine import VllmEngine
+from turngrpo.trainer.showing import visible
 
 DEFAULTS = reading_defaults()
 CONFIG = [name for name in DEFAULTS if name not in ("workflow", *OF_A_WORKFLOW)]
@@ -125,7 +126,7 @@ def show(console: Console, entry: dict[str, Any], chunks: int) -> None:
         gates = f"update {check}  next {leaves}"
     console.print(f"[bold]chunk {entry['chunk']}/{chunks}[/]  {gates}  memory {entry['memory_tokens']} tokens")
     if entry["check"]:
-        console.print(f"  {escape(entry['memory'])}", style="cyan", highlight=False)
+        console.print(f"  {escape(visible(entry['memory']))}", style="cyan", highlight=False)
 
 
 @dataclass

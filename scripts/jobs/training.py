@@ -34,6 +34,7 @@ from turngrpo.trainer.export.versions import MANIFEST, WEIGHTS, check_name, read
 from turngrpo.trainer.forward.policy import TRAINED, tensors_digest
 from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.sampling.vllm_engine import check_servers
+from turngrpo.trainer.writing import going_on, writing
 
 
 @dataclass
@@ -306,6 +307,7 @@ def export(run: Run, trainer: TurnGRPOTrainer, policies: dict[str, Evaluation], 
         return trainer.export_adapter(run.options.adapter_name, before, after)
     with trainer.whole_weights():
         if trainer.is_world_process_zero():
-            trainer.model.save_pretrained(folder / "model")
-            run.tokenizer.save_pretrained(folder / "model")
+            with writing(str(folder / "model"), going_on(folder)):
+                trainer.model.save_pretrained(folder / "model")
+                run.tokenizer.save_pretrained(folder / "model")
     return None

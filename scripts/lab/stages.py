@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from lib.output import write_json
+from lib.running import fail
 from rich.console import Console
 
 from turngrpo.trainer.files import digests, is_lock, sha256
+from turngrpo.trainer.writing import WriteError, writing
 
 from .config import LabConfig
 
 RECORD = "stage.json"
+GOES_ON = "Finished stages are whole: the same command goes on from here"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")
 
 
@@ -169,9 +172,13 @@ def _in_process(run: Callable[..., None], folder: Path, config: LabConfig, argum
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("highest")  # no TF32
-    run(folder, config, **arguments)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else 1024**2)
-    (folder / ".peak_rss_mb").write_text(f"{peak:.1f}")
+    try:
+        with writing(str(folder), GOES_ON):
+            run(folder, config, **arguments)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else 1024**2)
+            (folder / ".peak_rss_mb").write_text(f"{peak:.1f}")
+    except WriteError as error:
+        fail(str(error))
 
 
 def clean(folder: Path, pattern: str) -> None:

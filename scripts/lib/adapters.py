@@ -10,6 +10,7 @@ from peft import PeftConfig, PeftModel
 from trl import ModelConfig, get_peft_config
 
 from turngrpo.trainer.checks import ADAPTER_CONFIG
+from turngrpo.trainer.export.base_model import is_on_hub
 
 # Options of the command line and what an adapter's config calls them.
 LORA_OPTIONS = {
@@ -56,8 +57,11 @@ class Adapter:
         base = str(config.base_model_name_or_path or (name if both else ""))
         if not base:
             raise ValueError(f"{Path(name, ADAPTER_CONFIG)} names no base model: write its name there")
-        if not both and not Path(base).is_dir() and (base.startswith(("/", ".", "~")) or base.count("/") > 1):
-            raise ValueError(f"the adapter {name} was trained on {base!r}, found no such folder: put its base there")
+        if not both and not Path(base).is_dir() and not is_on_hub(base):
+            raise ValueError(
+                f"the adapter {name} was trained on {base!r}, found no such folder: put its base there, or write "
+                f"where it is into {Path(name, ADAPTER_CONFIG)}, as base_model_name_or_path"
+            )
         return cls(name, config, base, name if both else base)
 
 

@@ -14,6 +14,9 @@ from accelerate.utils import gather_object
 from transformers.trainer_utils import get_last_checkpoint
 
 from turngrpo.trainer.files import is_lock, locked
+from turngrpo.trainer.writing import writing
+
+NOTHING_DONE = "Nothing was started: choose another place, or start again then"
 
 
 def _check_output(folder: Path, resumed: bool) -> None:
@@ -26,10 +29,11 @@ def _check_output(folder: Path, resumed: bool) -> None:
 
 
 def make_output(folder: Path) -> None:
-    """Make the output directory; OSError where nothing can be written there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with TemporaryFile(dir=folder) as probe:
-        probe.write(b"x")
+    """Make the output directory; WriteError where nothing can be written there."""
+    with writing(str(folder), NOTHING_DONE):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
 
 
 def _resume_folder(given: str | bool | None, output_dir: str | None) -> str | None:
@@ -58,10 +62,11 @@ def held(folder: Path, option: str = "--output_dir") -> Iterator[None]:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{option} is {str(folder)!r}, which is a file: expected a folder, or a new name")
     is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(folder, wait=False))
+            with writing(str(folder), NOTHING_DONE):
+                folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(folder, wait=False))
         except BlockingIOError as error:
             raise ValueError(f"{option} {str(folder)!r}: {error}") from error
         try:
@@ -76,7 +81,8 @@ def held_file(path: Path, option: str) -> Iterator[None]:
     """Hold a file that will be written against other processes; ValueError, which names the other one, if it is."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(locked(path.resolve().parent, wait=False, name=f".{path.name}.lock"))
+            with writing(str(path), NOTHING_DONE):
+                stack.enter_context(locked(path.resolve().parent, wait=False, name=f".{path.name}.lock"))
         except BlockingIOError as error:
             raise ValueError(f"{option} is {str(path)!r}: {error}") from error
         yield

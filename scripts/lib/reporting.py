@@ -11,6 +11,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from turngrpo.trainer.evaluation.evaluate import Evaluation
+from turngrpo.trainer.writing import going_on, writing
 
 COLUMNS = {
     "reward": "reward",
@@ -51,7 +52,8 @@ class RunLog(TrainerCallback):
         whole = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]  # a kill
         kept = [log for log in map(json.loads, whole) if log["update"] <= state.global_step]
         self.history = [log for log in kept if "train_runtime" not in log]
-        write_text(self.path, "".join(json.dumps(log) + "\n" for log in self.history))
+        with writing(str(self.path), going_on(self.path.parent)):
+            write_text(self.path, "".join(json.dumps(log) + "\n" for log in self.history))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not logs:
@@ -59,7 +61,7 @@ class RunLog(TrainerCallback):
         record = {"update": state.global_step, **logs}
         self.history.append(record)
         if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
+            with writing(str(self.path), going_on(self.path.parent)), open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, default=float) + "\n")
         shown = [f"{text} {logs[name]:.2f}" for name, text in self.columns.items() if name in logs]
         shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
@@ -84,7 +86,8 @@ def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
         axis.set(title=COLUMNS.get(name, name), xlabel="update")
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with writing(str(path), going_on(path.parent)):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 

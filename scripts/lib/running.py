@@ -1,40 +1,54 @@
 """How a script ends: its status, and what is the user's fault without a traceback."""
 
+import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from turngrpo.trainer.reward_calls import RewardError
 from turngrpo.trainer.runs.proof import ResumeError
 from turngrpo.trainer.sampling.server import ServerError
+from turngrpo.trainer.showing import visible
+from turngrpo.trainer.writing import FULL, WriteError, write_fault
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
-
-
-DISK_FULL = ("No space left on device", "PytorchStreamWriter failed writing")  # torch, tokenizers, safetensors, the OS
+GOING_ON = (
+    "What was written before is whole: a training goes on from its newest checkpoint with --resume_from_checkpoint "
+    "true, anything else with the same command"
+)
 
 
 def run_script(main: Callable[[], int]) -> None:
-    """Exit with main's status; a fault of the user's input or of a server is printed without a traceback, status 1.
+    """Exit with main's status; a fault of the user's input, a server or a disk is one line without a traceback, 1.
 
     Ctrl-C ends with status 130.
     """
     try:
-        sys.exit(main())
-    except (SetupError, ServerError, RewardError, ResumeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        status = main()
+        sys.stdout.flush()
+        sys.exit(status)
+    except (SetupError, ServerError, RewardError, ResumeError, WriteError) as error:
+        fail(str(error))
     except Exception as error:
-        if not any(text in str(error) for text in DISK_FULL):
+        reason = write_fault(error, FULL)
+        if reason is None:
             raise
-        text = "the disk is full: make room, then --resume_from_checkpoint true goes on from the newest checkpoint"
-        print(f"error: {text} ({error})", file=sys.stderr)
-        sys.exit(1)
+        fail(f"something was not written: {reason}. {GOING_ON}")
     except KeyboardInterrupt:
         print(
             "interrupted: a training that has a checkpoint goes on with --resume_from_checkpoint true", file=sys.stderr
         )
         sys.exit(INTERRUPTED)
+
+
+def fail(text: str) -> NoReturn:
+    """Print an error, and exit with status 1."""
+    print(visible(f"error: {text}"), file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # what cannot be written there would be tried again at the end of the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
 
 
 class SetupError(Exception):

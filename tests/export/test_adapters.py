@@ -6,6 +6,7 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -21,6 +22,7 @@ from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turngrpo.trainer import GatedMemory, TurnGRPOConfig
+from turngrpo.trainer.export.base_model import public_name, weights_digest
 from turngrpo.trainer.export.exporter import Exporter
 from turngrpo.trainer.export.merge import merge_version
 from turngrpo.trainer.export.versions import check_name, export_adapter, export_checkpoint, next_version, read_version
@@ -269,7 +271,10 @@ def test_a_checkpoint_exports_as_its_trainer_does(run, base_folder, tmp_path):
     assert (
         AutoTokenizer.from_pretrained(ours)("code of red")["input_ids"] == word_tokenizer()("code of red")["input_ids"]
     )
-    assert first["base_model"] == str(base_folder) and first["update"] == 1 and first["corpus"] == CORPUS
+    assert first["base_model"] == f"base (local, SHA-256 {weights_digest(base_folder)})" and first["update"] == 1
+    assert first["corpus"] == CORPUS
+    config = json.loads((ours / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base_folder)  # here PEFT finds it by this
     assert first["config"]["trainer"]["beta"] == 0.1 and first["config"]["script"] == {"workflow": "gated"}
     reloaded = AutoPeftModelForCausalLM.from_pretrained(ours)
     assert torch.equal(logits(reloaded), logits(run.model))
@@ -434,3 +439,47 @@ def test_nothing_secret_and_no_path_stands_in_a_version(tmp_path):
     assert facts["config"]["trainer"]["seed"] == 7 and facts["config"]["model"] == {"lora_r": 16}
     assert facts["config"]["script"] == {"split_seed": 3, "train_projects": ["0123456789abcdef"]}
     assert facts["config"]["reading"]["workflow"] == "gated"
+
+
+# ---- the base model's name ----
+
+
+def test_a_base_model_is_named_without_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "hub" / "models--owner--tiny" / "snapshots" / commit
+    for folder in (cached, tmp_path / "warm", tmp_path / "bare", tmp_path / "gpt2"):
+        folder.mkdir(parents=True)
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "adapter_model.safetensors"):
+        (tmp_path / "warm" / name).write_bytes(name.encode())
+    done = subprocess.run(
+        "sha256sum model*.safetensors | sha256sum", shell=True, cwd="warm", capture_output=True, text=True
+    )
+    digest = done.stdout.split()[0]  # as the card says that it can be checked
+    assert public_name("owner/tiny", "0a1b") == ("owner/tiny", "0a1b")
+    assert public_name(str(cached), None) == ("owner/tiny", commit)
+    assert public_name("warm", None) == (f"warm (local, SHA-256 {digest})", None)
+    assert public_name(str(tmp_path / "warm"), "main") == (f"warm (local, SHA-256 {digest})", None)
+    assert public_name("bare", None) == ("bare (local)", None)
+    assert public_name("gpt2", None) == ("gpt2 (local)", None)  # not the Hub's gpt2
+    assert public_name(str(tmp_path / "gone"), None) == ("gone (local)", None)
+    assert public_name(None, None) == ("unnamed (local)", None)
+    for name in (f"warm (local, SHA-256 {digest})", "bare (local)"):
+        assert public_name(name, None) == (name, None)
+
+
+def test_a_base_model_that_was_moved_is_said_where_it_is(base_folder, tmp_path):
+    """The path in the config may change, since the manifest has the digest of what is pushed; nothing else may."""
+    model = adapted_model(word_tokenizer(), load(base_folder))
+    version = export_adapter(model, word_tokenizer(), tmp_path / "mine")
+    expected = logits(AutoPeftModelForCausalLM.from_pretrained(version))
+    shutil.move(base_folder, tmp_path / "moved")
+    with pytest.raises(ValueError, match="base', found no such folder: write where it is into .*adapter_config.json"):
+        merge_version(version)
+    config = json.loads((version / "adapter_config.json").read_text())
+    here = {"base_model_name_or_path": str(tmp_path / "moved")}
+    (version / "adapter_config.json").write_text(json.dumps(config | here))
+    assert (logits(load(merge_version(version))) - expected).abs().max() < 1e-4
+    (version / "adapter_config.json").write_text(json.dumps(config | here | {"lora_alpha": 9}))
+    with pytest.raises(ValueError, match="adapter_config.json has another SHA-256"):
+        read_version(version)

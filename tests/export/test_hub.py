@@ -22,7 +22,9 @@ from trl import GRPOConfig
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
 from turngrpo.trainer import TurnGRPOTrainer
+from turngrpo.trainer.export.base_model import weights_digest
 from turngrpo.trainer.export.hub import push_version
+from turngrpo.trainer.export.merge import merge_version
 from turngrpo.trainer.export.versions import export_adapter, read_version
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "export_adapter.py"
@@ -235,6 +237,39 @@ def test_the_script_exports_merges_and_pushes(tmp_path):
     assert manifest["metrics"] == {"before": {"reward": 0.5}, "after": {"reward": 1.25}}
     assert (manifest["corpus"]["rows"], manifest["corpus"]["projects"]) == (12, 2)
     assert f"version: {folder / 'v0001'}" in done.stdout.replace("\n", "")
+
+
+def test_no_path_of_this_machine_is_pushed(hub, tmp_path):
+    """Not where the base model lies, in no file; here it is found, and what is pushed is a whole version too."""
+    base = save_base(tmp_path / "my base")
+    model = adapted_model(word_tokenizer(), AutoModelForCausalLM.from_pretrained(base))
+    version = export_adapter(model, word_tokenizer(), tmp_path / "mine")
+    config = json.loads((version / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    push_version(version, "owner/mine")
+    _, files = hub.files("owner/mine", "v0001")
+    assert set(files) >= {path.name for path in version.iterdir()}
+    for name, content in files.items():
+        assert str(tmp_path).encode() not in content, name
+    (tmp_path / "pulled").mkdir()
+    for name in files.keys() - {".gitattributes"}:
+        (tmp_path / "pulled" / name).write_bytes(files[name])
+    public = f"my base (local, SHA-256 {weights_digest(base)})"
+    assert read_version(tmp_path / "pulled")["base_model"] == public
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == public
+    push_version(merge_version(version), "owner/merged")
+    for name, content in hub.files("owner/merged", "v0001")[1].items():
+        assert str(tmp_path).encode() not in content, name
+
+
+def test_a_version_that_names_a_path_is_not_pushed(hub, version):
+    manifest = json.loads((version / "manifest.json").read_text())
+    manifest["files"]["adapter_config.json"] = digests(version)["adapter_config.json"]
+    (version / "manifest.json").write_text(json.dumps(manifest | {"base_model": "/home/me/base"}))
+    assert read_version(version)  # as it was exported once
+    with pytest.raises(ValueError, match="says where its base model lies on this machine .*: export it again"):
+        push_version(version, "owner/mine")
+    assert hub.log == []
 
 
 @pytest.mark.parametrize(

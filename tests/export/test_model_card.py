@@ -71,15 +71,15 @@ def test_commands_name_base_revision_rank_and_adapter():
     assert "ln -s $(hf download owner/tiny --revision 0a1b --quiet)/* mounted/" in text
 
 
-def test_a_local_base_model_is_no_hub_metadata(tmp_path, monkeypatch):
-    for base in (str(tmp_path / "my base"), "owner/tiny"):
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / base).mkdir(parents=True)
-        text = card(base_model=base, base_revision=None)
-        assert "base_model" not in ModelCard(text).data.to_dict()
-    assert f"ln -s '{tmp_path / 'my base'}'/* mounted/" in card(
-        base_model=str(tmp_path / "my base"), base_revision=None
-    )
+def test_a_local_base_model_is_no_hub_metadata():
+    local = f"my base (local, SHA-256 {'0' * 64})"
+    text = card(base_model=local, base_revision=None)
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert f"- Base model: {local}. It is not on the Hub: ask whoever trained the adapter for it; `sha256sum" in text
+    assert 'vllm serve "$BASE" --enable-lora' in text and 'ln -s "$BASE"/* mounted/' in text
+    assert 'PeftModel.from_pretrained(base, os.environ["ADAPTER"])' in text and "AutoPeftModel" not in text
+    assert "ask whoever trained the adapter for it\n" in card(base_model="gpt2 (local)", base_revision=None)
+    assert "AutoPeftModelForCausalLM" in card()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,8 @@ def served(version, server, folder, executables, options="", environment=None, s
         port = free.getsockname()[1]
     command = f"set -e\n{card_commands(version, server)} --host 127.0.0.1 --port {port} {options}"
     path = f"{executables}{os.pathsep}{os.environ['PATH']}"
-    given = {"ADAPTER": str(version), "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    base = json.loads((version / "adapter_config.json").read_text())["base_model_name_or_path"]
+    given = {"ADAPTER": str(version), "BASE": base, "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     with open(folder / f"{port}.log", "w+") as log:
         process = subprocess.Popen(
             ["bash", "-c", command],

@@ -378,6 +378,7 @@ OTHER = {  # another value of every free field, and what it needs beside it
     "vllm_base_url": {"vllm_base_url": ["http://localhost:1"]},
     "vllm_request_timeout": {"vllm_request_timeout": 1.0},
     "vllm_concurrent_requests": {"vllm_concurrent_requests": 1},
+    "reward_timeout": {"reward_timeout": 60.0},
 }
 NEEDS_A_HUB = ("push_to_hub", "log_completions_hub_repo", "trackio_bucket_id", "trackio_static_space_id")
 REFUSED_WITHOUT_A_SERVER = ("vllm_server_base_url", "vllm_server_timeout")

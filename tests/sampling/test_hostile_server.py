@@ -8,6 +8,7 @@ import time
 import tracemalloc
 
 import pytest
+import read_document
 from tiny import word_tokenizer
 
 from turngrpo.trainer.reading.rollout import NoiseKey, Request
@@ -126,7 +127,43 @@ def test_five_megabytes_of_error_text_are_shown_in_short():
     with answering(lambda send: send(text), status=400) as server:
         with pytest.raises(RefusedRequest) as caught:
             next(engines(server)).generate(requests())
-    assert len(str(caught.value)) < 700 and "\x1b" not in str(caught.value) and "no [31mroom" in str(caught.value)
+    assert len(str(caught.value)) < 700 and "\x1b" not in str(caught.value) and r"no \x1b[31mroom" in str(caught.value)
+
+
+STEERING = "7\x1b[2J\x9b1m\r\b\u202e\x7f[red]"
+SHOWN = r"7\x1b[2J\x9b1m\r\x08\u202e\x7f[red]"
+
+
+def test_what_a_model_says_is_shown_and_steers_no_terminal(tmp_path, capsys):
+    """A served model writes escapes into memory and answer; then the server ends with escapes in its error."""
+    reply = f"<check>yes</check><update>{STEERING}</update><next>continue</next>"
+    start = ["Hi"] * 3  # to what is asked before the first chunk
+    replies = [*start, reply, reply, f"\\boxed{{{STEERING}}}"] * 2
+
+    def write(send):
+        if not replies:
+            return send(STEERING.encode())
+        choice = {"message": {"content": replies.pop(0)}, "finish_reason": "stop"}
+        return send(json.dumps({"choices": [choice]}).encode())
+
+    (tmp_path / "document").write_text("red is 7 . " * 8)  # two chunks
+    word_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    with answering(write) as server:
+        arguments = f"--base_url {server.base_url} --model m --api chat --document {tmp_path}/document --chunk_size 20"
+        arguments += f" --question red --tokenizer {tmp_path}/tokenizer --max_memory_tokens 40"
+        assert read_document.main(arguments.split()) == 0
+        shown = capsys.readouterr().out
+        assert read_document.main([*arguments.split(), "--json"]) == 0
+        exact = capsys.readouterr().out
+        replies = [*start, reply]
+        assert read_document.main(arguments.split()) == 1
+        broken = capsys.readouterr()
+    assert f"\n  {SHOWN}\n" in shown and f"answer: {SHOWN}\n" in shown
+    report = json.loads(exact)
+    assert (report["memory"], report["answer"], report["turns"][0]["text"]) == (STEERING, STEERING, reply)
+    assert "answered " + SHOWN.replace(r"\r", " ") in broken.err and SHOWN in broken.out
+    for text in (shown, exact, broken.err, broken.out):
+        assert all(character.isprintable() or character == "\n" for character in text)
 
 
 @pytest.mark.parametrize("text", [HTML, b'{"data": 5}', b'{"data": [1, {"id": 7}]}', b"[]", b""])

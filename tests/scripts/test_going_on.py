@@ -17,6 +17,7 @@ from peft import LoHaConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
+from turngrpo.trainer.export.base_model import weights_digest
 from turngrpo.trainer.export.merge import merge_version
 from turngrpo.trainer.export.versions import read_version
 
@@ -79,7 +80,7 @@ def test_a_warm_started_adapter_is_trained_further_and_evaluated(start, tmp_path
     assert [log["kl"] for log in updates if "kl" in log] == [0.0]  # the reference is the warm start
     version = run / "adapters" / "run" / "v0001"
     manifest = read_version(version)
-    assert manifest["base_model"] == str(start / "model")  # not the adapter's folder
+    assert manifest["base_model"] == f"model (local, SHA-256 {weights_digest(start / 'model')})"  # not the adapter's
     warm, trained = logits(adapted(start, start / "warm")), logits(adapted(start, version))
     assert (warm - logits(base(start))).abs().max() > 0.05
     assert 0 < (trained - warm).abs().max() < 0.5 * (trained - logits(base(start))).abs().max()
@@ -105,11 +106,16 @@ def test_an_export_and_a_checkpoint_are_gone_on_with(start, tmp_path):
         assert any(parameter.requires_grad for parameter in model.parameters())
     again = tmp_path / "again"
     assert train.main(train_arguments(start, tmp_path / "run" / "adapters" / "run" / "latest", again)) == 0
-    assert read_version(again / "adapters" / "again" / "v0001")["base_model"] == str(start / "model")
+    assert base_of(again / "adapters" / "again" / "v0001") == str(start / "model")
     more = tmp_path / "more"
     assert sft.main(sft_arguments(start, start / "warm" / "checkpoint-4", more)) == 0
     first, second = (json.loads((folder / "sft.json").read_text())[0]["loss"] for folder in (start / "warm", more))
     assert second < first - 0.1  # it starts where the first came to
+
+
+def base_of(version):
+    read_version(version)
+    return json.loads((version / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
 def options(folder, **more):
@@ -126,7 +132,7 @@ def test_base_and_adapter_in_one_folder_are_the_adapter(start, tmp_path):
     assert train.main(train_arguments(start, start / "both", run)) == 0
     updates = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [log["kl"] for log in updates if "kl" in log] == [0.0]
-    assert read_version(run / "adapters" / "run" / "v0001")["base_model"] == str(start / "model")
+    assert base_of(run / "adapters" / "run" / "v0001") == str(start / "model")
     output = ["--corpus", str(start / "corpus.jsonl"), "--output", str(tmp_path / "evaluation.json")]
     assert evaluate.main(["--model", str(start / "both"), *output, *READING, *LIMITS]) == 0
     assert list(json.loads((tmp_path / "evaluation.json").read_text())["policies"]) == ["adapter"]
@@ -199,7 +205,9 @@ def test_what_is_wrong_with_an_adapters_folder_is_named(start, tmp_path):
     ):
         evaluate.main(["--model", str(start / "both"), "--adapter", str(start / "warm"), *output])
     config = json.loads((start / "warm" / "adapter_config.json").read_text())
+    pushed = f"model (local, SHA-256 {'0' * 64})"
     bases = {"/no/such/base": "trained on '/no/such/base', found no such folder", None: "names no base model"}
+    bases[pushed] = "trained on 'model .local, SHA-256 0*.', found no such folder: .* write where it is into"
     for name, message in bases.items():
         (tmp_path / "lost").mkdir(exist_ok=True)
         (tmp_path / "lost" / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))

@@ -9,6 +9,7 @@ import pytest
 from jobs import inspecting, quickstart
 from lib import options as options_module
 from lib import running
+from lib.reporting import make_console
 from trl import ModelConfig
 
 from turngrpo.data_prep import build_needle_corpus, stock_arithmetic, write_corpus
@@ -29,6 +30,18 @@ def tiny(tmp_path_factory):
 
 def arguments(tiny, *more):
     return ["--model_name_or_path", str(tiny / "model"), "--max_completion_length", "6", *more]
+
+
+def test_a_problem_that_would_steer_the_terminal_is_shown(capsys):
+    problem = {"row": "r\x1b[2J", "problem": "red\r\u202e", "expected": ["\x9b1m"]}
+    report = problem | {"update": {"loss": 0.0, "grad_norm": 0.0}}
+    turn = dict.fromkeys(inspecting.TURN, 0) | {"id": "r\x1b[2J", "text": "a\x1b[1m", "token_weight": 1.0}
+    turn["tokens"] = [dict.fromkeys(inspecting.TOKEN, 0) | {"text": "\x1b"}]
+    options = {"corpus": "c", "learning_rate": 0.1, "beta": 0.0, "loss_type": "grpo", "scale_rewards": "none"}
+    inspecting.show(report | {"turns": [turn], "options": options}, make_console(), tokens=True)
+    shown = capsys.readouterr().out
+    assert r"r\x1b[2J: red\r\u202e" in shown and r"a\x1b[1m" in shown
+    assert not {"\x1b", "\r", "\x9b", "\u202e"} & set(shown)
 
 
 def inspect(tiny, folder, *more):

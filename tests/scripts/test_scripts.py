@@ -90,20 +90,6 @@ def test_train_leaves_summary_metrics_curves_and_adapter(trained):
         assert text in shown
 
 
-def test_a_full_disk_is_one_error(capsys):
-    def full():
-        raise RuntimeError("No space left on device (os error 28)")  # as tokenizers says it
-
-    def other():
-        raise RuntimeError("a bug")
-
-    with pytest.raises(SystemExit, match="1"):
-        running.run_script(full)
-    assert "error: the disk is full" in capsys.readouterr().err
-    with pytest.raises(RuntimeError, match="a bug"):
-        running.run_script(other)
-
-
 def test_a_resumed_run_logs_every_update_once(tmp_path):
     """Updates 1 to 3 were logged, the checkpoint is of update 2, and the kill tore the line of update 4."""
     path = tmp_path / "metrics.jsonl"
@@ -179,15 +165,17 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
         (["--dtype", "float31"], "'float31': expected one of auto, float32"),
         (["--splt", "train"], "--splt is no option: did you mean --split?"),
         (["--adapter", "wider"], "wider was trained on 'owner/wide' and does not fit --model .*size mismatch"),
+        (["--reward_funcs", "hanging.score", "--reward_timeout", "0.2"], "'score' took longer than reward_timeout"),
     ],
 )
 def test_evaluate_names_what_is_wrong_before_it_reads(tiny, tmp_path, monkeypatch, changes, message):
     wide = quickstart.tiny_model(tiny_tokenizer(), 0, hidden_size=96)
     wide.name_or_path = "owner/wide"
+    (tmp_path / "hanging.py").write_text("import time\ndef score(**columns):\n    time.sleep(600)\n")
     get_peft_model(wide, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "wider")
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", str(tiny / "model"), "--corpus", str(tiny / "corpus.jsonl"), "--output", "evaluation.json"]
-    with pytest.raises(running.SetupError, match=message):
+    with pytest.raises((running.SetupError, RewardError), match=message):
         evaluate.main([*arguments, *READING, *LIMITS, *changes])
 
 
@@ -270,6 +258,10 @@ def test_on_a_cpu_the_rewards_are_the_only_thing_to_know(tiny, tmp_path, capsys)
         ("raise RuntimeError('no key')", "RuntimeError: no key at .*broken_1.py:1"),
         ("import no_such_package", "no_such_package"),
         ("def score(**columns):\n    return ['good']", "'score' returned 1 numbers, expected 4"),
+        (
+            "import time\ndef score(**columns):\n    time.sleep(600)",
+            "'score' took longer than reward_timeout, 0.2",
+        ),
     ],
 )
 def test_a_broken_reward_is_found_before_anything_is_loaded(tiny, tmp_path, monkeypatch, request, code, message):
@@ -277,7 +269,8 @@ def test_a_broken_reward_is_found_before_anything_is_loaded(tiny, tmp_path, monk
     (tmp_path / f"broken_{number}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     with pytest.raises((running.SetupError, RewardError), match=message):
-        train.main(train_arguments(tiny, tmp_path / "out", "--reward_funcs", f"broken_{number}.score"))
+        more = ["--reward_funcs", f"broken_{number}.score", "--reward_timeout", "0.2"]
+        train.main(train_arguments(tiny, tmp_path / "out", *more))
     assert not (tmp_path / "out").exists()
 
 

@@ -235,8 +235,8 @@ def score_trajectories(
     """Call the reward functions as the trainer does and add everything up; there is no table for log_extra."""
     helpers = TrainerState(), lambda column, values: None, log_metric
     arguments = reward_arguments(trajectories, tokenizer, *helpers)
-    per_func = call_rewards(reward_funcs, arguments)
-    per_turn = call_turn_rewards(turn_reward_funcs, trajectories, arguments)
+    per_func = call_rewards(reward_funcs, arguments, config.reward_timeout)
+    per_turn = call_turn_rewards(turn_reward_funcs, trajectories, arguments, config.reward_timeout)
     options = config.advantage_options() | {"strict_format": workflow.strict_format}
     return score_rollout(trajectories, EVAL_ITERATION, per_func, per_turn, **options)
 

@@ -3,10 +3,11 @@
 import glob
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import httpx
 from huggingface_hub import CommitInfo, HfApi, get_token
@@ -19,7 +20,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
-from turngrpo.trainer.export.versions import MANIFEST, read_version
+from turngrpo.trainer.export.base_model import is_public
+from turngrpo.trainer.export.versions import CONFIG, MANIFEST, public_config, read_version
 
 
 def push_version(
@@ -38,7 +40,13 @@ def push_version(
     ConnectionError where it is out of reach.
     """
     version = Path(version)
-    tag, ours = read_version(version)["version"], (version / MANIFEST).read_bytes()
+    manifest, ours = read_version(version), (version / MANIFEST).read_bytes()
+    tag = manifest["version"]
+    if not is_public(manifest["base_model"]):
+        raise ValueError(
+            f"{version} says where its base model lies on this machine ({manifest['base_model']!r}), as those of "
+            "turngrpo 0.1.0 do: export it again"
+        )
     check_push(repo_id, token)
     api = HfApi(token=token, library_name="turngrpo")
     message = message or f"{version.resolve().parent.name} {tag}"
@@ -46,13 +54,14 @@ def push_version(
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # now with the user's name
         tagged = _manifest_at(api, repo_id, tag)
         if tagged is None:
-            commit = api.upload_folder(
-                repo_id=repo_id,
-                folder_path=version,
-                commit_message=message,
-                revision=branch,
-                delete_patterns=_left_over(api, repo_id, version, branch),
-            )
+            with _public(version, manifest) as folder:
+                commit = api.upload_folder(
+                    repo_id=repo_id,
+                    folder_path=folder,
+                    commit_message=message,
+                    revision=branch,
+                    delete_patterns=_left_over(api, repo_id, version, branch),
+                )
             api.create_tag(repo_id, tag=tag, revision=commit.oid)
             return commit
         if tagged != ours:
@@ -61,6 +70,18 @@ def push_version(
             )
         oid = str(api.model_info(repo_id, revision=tag).sha)
         return CommitInfo(f"{api.endpoint}/{repo_id}/commit/{oid}", message, "", oid)
+
+
+@contextmanager
+def _public(version: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield a folder that links to all files of a version, but for the adapter's config, which names no path."""
+    with TemporaryDirectory() as links:
+        for file in version.resolve().iterdir():
+            Path(links, file.name).symlink_to(file)
+        if (version / CONFIG).is_file():
+            Path(links, CONFIG).unlink()
+            Path(links, CONFIG).write_text(public_config(version, manifest), encoding="utf-8")
+        yield Path(links)
 
 
 def check_push(repo_id: str, token: str | None = None) -> None:

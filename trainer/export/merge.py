@@ -14,8 +14,10 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from turngrpo.trainer.export.base_model import is_on_hub
 from turngrpo.trainer.export.model_card import model_card
 from turngrpo.trainer.export.versions import CONFIG, FORMAT, MERGED_FORMAT, collecting, publish, read_version
+from turngrpo.trainer.files import read_json
 from turngrpo.trainer.forward.scoring import trained_tokens
 
 # Largest difference of logits, of the largest of them, that the rounding of merged weights explains.
@@ -36,7 +38,8 @@ def merge_version(version: str | os.PathLike[str]) -> Path:
             raise ValueError(
                 f"{final} is there already, and a version is never written again: use it, or export a new one"
             )
-        base = load_base(manifest["base_model"], manifest["base_revision"])
+        adapter = read_json(version / CONFIG)
+        base = load_base(adapter["base_model_name_or_path"], adapter["revision"] or manifest["base_revision"])
         merged: Any = PeftModel.from_pretrained(base, str(version))
         tokens = [*range(1, 9), *trained_tokens(merged)]
         expected = _logits(merged, tokens)
@@ -91,6 +94,11 @@ def load_base(name: str, revision: str | None, **options: Any) -> Any:
 
     Raises ValueError where it cannot be loaded.
     """
+    if not Path(name).is_dir() and not is_on_hub(name):
+        raise ValueError(
+            f"the base model is {name!r}, found no such folder: write where it is into the adapter's {CONFIG}, as "
+            "base_model_name_or_path"
+        )
     try:
         with without_adapter(name) as place:
             options = {"dtype": "auto", "revision": revision or "main"} | options

@@ -3,10 +3,11 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+
+from turngrpo.trainer.export.base_model import digest_command, is_on_hub
 
 PAPER = {
     "title": "When to Memorize and When to Stop: Gated Recurrent Memory for Long-Context Reasoning",
@@ -20,7 +21,6 @@ PAPER = {
 }""",
 }
 
-REPOSITORY_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~])")
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 CONFIG_FIELDS = (
@@ -63,15 +63,12 @@ GATED = """\
 a gated memory agent: it reads a long document chunk by chunk, decides at every chunk whether to write it into memory
 (update gate) and whether to stop reading (exit gate), and answers from memory alone."""
 USE_ADAPTER = """\
-With the full path of this folder in `ADAPTER`, PEFT:
+With the full path of this folder in `ADAPTER`{base_path}, PEFT:
 
 ```python
 import os
 
-from peft import AutoPeftModelForCausalLM
-from transformers import AutoTokenizer
-
-model = AutoPeftModelForCausalLM.from_pretrained(os.environ["ADAPTER"])
+{load}
 tokenizer = AutoTokenizer.from_pretrained(os.environ["ADAPTER"])
 ```
 
@@ -88,6 +85,17 @@ ln -sf "$ADAPTER"/* mounted/
 transformers serve mounted
 ```
 """
+LOAD = """\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained(os.environ["ADAPTER"])"""
+LOAD_ON_BASE = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+base = AutoModelForCausalLM.from_pretrained(os.environ["BASE"])
+model = PeftModel.from_pretrained(base, os.environ["ADAPTER"])"""
 VLLM = """\
 ```bash
 vllm serve {base}{revision} --enable-lora --max-lora-rank {rank} --lora-modules {name}="$ADAPTER"
@@ -111,7 +119,7 @@ def model_card(
     `adapter` is the adapter's config, None for merged weights.
     """
     base, revision = str(facts["base_model"]), facts["base_revision"]
-    on_hub = bool(REPOSITORY_NAME.fullmatch(base)) and not Path(base).exists()
+    on_hub = is_on_hub(base)
     lora = adapter is not None and adapter.get("peft_type") == "LORA"
     kind = "Weights" if adapter is None else "A LoRA adapter" if lora else "An adapter"
     workflow = (facts.get("config") or {}).get("workflow", "GatedMemory")
@@ -129,7 +137,7 @@ def model_card(
         what=f"{kind} for {GATED if workflow == 'GatedMemory' else f'the workflow {escape(workflow)}.'}",
         paper=PAPER["title"],
         arxiv=PAPER["id"],
-        base=escape(base) + (f", revision {escape(revision)}" if revision else ""),
+        base=_base(base, revision),
         version=facts["version"],
         update="" if facts.get("update") is None else f", after {facts['update']} updates",
         corpus=_corpus(facts.get("corpus")),
@@ -138,6 +146,15 @@ def model_card(
         use=USE_MERGED if adapter is None else _use(facts, on_hub, adapter),
     )
     return str(card)
+
+
+def _base(name: str, revision: str | None) -> str:
+    """Return how the base model is named, and what to do with a name that leads nowhere."""
+    if is_on_hub(name):
+        return escape(name) + (f", revision {escape(revision)}" if revision else "")
+    check = digest_command(name)
+    text = f"{escape(name)}. It is not on the Hub: ask whoever trained the adapter for it"
+    return f"{text}; {check}" if check else text
 
 
 def escape(text: Any) -> str:
@@ -178,7 +195,8 @@ def _config(config: Mapping[str, Any] | None) -> str:
 
 
 def _use(facts: Mapping[str, Any], on_hub: bool, adapter: Mapping[str, Any]) -> str:
-    base, revision = shlex.quote(str(facts["base_model"])), facts["base_revision"]
+    revision = facts["base_revision"]
+    base = shlex.quote(str(facts["base_model"])) if on_hub else '"$BASE"'
     flag = f" --revision {shlex.quote(revision)}" if revision and on_hub else ""
     rank = max([adapter.get("r") or 0, *(adapter.get("rank_pattern") or {}).values()])
     why = [
@@ -193,6 +211,8 @@ def _use(facts: Mapping[str, Any], on_hub: bool, adapter: Mapping[str, Any]) -> 
         name=shlex.quote(str(facts["name"])),
     )
     return USE_ADAPTER.format(
+        base_path="" if on_hub else " and that of the base model in `BASE`",
+        load=LOAD if on_hub else LOAD_ON_BASE,
         vllm=NO_VLLM.format(why=", ".join(why)) if why else vllm,
         base_folder=f"$(hf download {base}{flag} --quiet)" if on_hub else base,
     )

@@ -8,6 +8,7 @@ One export at a time holds the lock on `.lock`. The kernel releases it when its 
 whoever holds it may remove the `.partial` folder that a killed export left.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -24,9 +25,11 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
+from turngrpo.trainer.export.base_model import public_name
 from turngrpo.trainer.export.model_card import model_card
 from turngrpo.trainer.files import digests, locked, read_json, sync, sync_below
 from turngrpo.trainer.forward.policy import TRAINED
+from turngrpo.trainer.writing import writing
 
 FORMAT, MERGED_FORMAT = "turngrpo-adapter/1", "turngrpo-merged/1"
 MANIFEST, RUN_FILE = "manifest.json", "turngrpo_run.json"
@@ -137,9 +140,9 @@ def run_facts(
 ) -> dict[str, Any]:
     """Return what an export says of a run: the base model (a local one by its full path), corpus, config, update."""
     adapter = model.peft_config[TRAINED]
-    base = str(adapter.base_model_name_or_path)
+    base = str(adapter.base_model_name_or_path or "")
     return {
-        "base_model": str(Path(base).resolve()) if Path(base).exists() else base,
+        "base_model": str(Path(base).resolve()) if base and Path(base).is_dir() else base,
         "base_revision": adapter.revision or getattr(model.config, "_commit_hash", None),
         "update": update,
         "corpus": corpus,
@@ -181,12 +184,27 @@ def read_version(version: str | os.PathLike[str], *formats: str) -> dict[str, An
             f"{version / MANIFEST} has format {manifest.get('format')!r}: expected {' or '.join(expected)}"
         )
     found, listed = digests(version, MANIFEST), manifest["files"]
+    if CONFIG in found and found[CONFIG] != listed.get(CONFIG):
+        found[CONFIG] = hashlib.sha256(public_config(version, manifest).encode()).hexdigest()
     faults = [f"{name} is missing" for name in listed if name not in found]
     faults += [f"{name} is not in the manifest" for name in found if name not in listed]
     faults += [f"{name} has another SHA-256" for name in found if name in listed and found[name] != listed[name]]
     if faults:
         raise ValueError(f"{version} is not as it was exported: {'; '.join(sorted(faults))}. Export it again")
     return manifest
+
+
+def public_config(version: Path, manifest: Mapping[str, Any]) -> str:
+    """Return the adapter's config as it is pushed: with the base model's public name in the place of its path here.
+
+    The manifest has the digest of this text, so that the path may be corrected where the base model lies elsewhere.
+    """
+    public = {"base_model_name_or_path": manifest["base_model"], "revision": manifest["base_revision"]}
+    return _config_text(read_json(version / CONFIG) | public)
+
+
+def _config_text(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def next_version(folder: Path) -> str:
@@ -204,19 +222,21 @@ def _export(
 ) -> Path:
     """Let `write` put weights and tokenizer into a new version of `folder`, add card and manifest, move `latest`."""
     check_name(folder.resolve().name)
-    folder.mkdir(parents=True, exist_ok=True)
     with collecting(folder) as partial:
         write(partial)
         (partial / "README.md").unlink(missing_ok=True)  # PEFT's draft of a card
         adapter = read_json(partial / CONFIG)
+        base = adapter["base_model_name_or_path"] = facts.get("base_model") or adapter["base_model_name_or_path"]
+        name, revision = public_name(base, facts.get("base_revision") or adapter["revision"])
+        (partial / CONFIG).write_text(_config_text(adapter), encoding="utf-8")
         version = next_version(folder)
         manifest = {
             "format": FORMAT,
             "name": folder.resolve().name,
             "version": version,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "base_model": facts.get("base_model") or adapter["base_model_name_or_path"],
-            "base_revision": facts.get("base_revision") or adapter["revision"],
+            "base_model": name,
+            "base_revision": revision,
             "update": facts.get("update"),
             "corpus": facts.get("corpus"),
             "config": facts.get("config"),
@@ -234,21 +254,30 @@ def _export(
 
 @contextmanager
 def collecting(folder: Path) -> Iterator[Path]:
-    """Hold the lock of an adapter's folder; yields an empty folder in it, removed at the end if it is still there."""
-    with locked(folder, wait=True):
-        partial = folder / ".partial"
-        shutil.rmtree(partial, ignore_errors=True)  # a killed export's: a living one would hold the lock
-        partial.mkdir()
-        try:
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    """Hold the lock of an adapter's folder; yields an empty folder in it, removed at the end if it is still there.
+
+    WriteError where something cannot be written.
+    """
+    safe = "No version was changed: export the run's newest checkpoint (scripts/export_adapter.py), or merge again"
+    partial = folder / ".partial"
+    with writing(f"a new version in {folder}", safe):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, wait=True):
+            shutil.rmtree(partial, ignore_errors=True)  # a killed export's: a living one would hold the lock
+            partial.mkdir()
+            try:
+                yield partial
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def publish(partial: Path, final: Path, manifest: Mapping[str, Any], card: str) -> Path:
     """Add card and manifest, put everything on disk, and rename the folder to its final name."""
     (partial / "README.md").write_text(card, encoding="utf-8")
-    text = json.dumps({**manifest, "files": digests(partial)}, indent=2, ensure_ascii=False, default=str)
+    files = digests(partial)
+    if (partial / CONFIG).is_file():
+        files[CONFIG] = hashlib.sha256(public_config(partial, manifest).encode()).hexdigest()
+    text = json.dumps({**manifest, "files": files}, indent=2, ensure_ascii=False, default=str)
     (partial / MANIFEST).write_text(text + "\n", encoding="utf-8")
     sync_below(partial)
     os.rename(partial, final)

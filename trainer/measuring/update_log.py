@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from trl.trainer.utils import print_prompt_completions_sample
 
 from turngrpo.trainer.measuring.metrics import COST_NAMES, Meter, scored_metrics
 from turngrpo.trainer.objective.iteration import MicroBatch, ScoredRollout
+from turngrpo.trainer.showing import visible
 
 COMPLETION_COLUMNS = ("prompt", "completion", "advantages")
 
@@ -194,6 +196,15 @@ class CompletionLog:
             "rewards": dict(zip(self.names, values, strict=True)),
             "extra": {"split": mode, "group": group, "member": member, "step": turn.step} | extra,
         }
+
+    def show(self, update: int, count: int | None) -> None:
+        """Print TRL's table of `count` rows, or of all, in which no text steers the terminal."""
+        if not self.columns["prompt"]:
+            return
+        prompts, completions = ([visible(text) for text in self.columns[name]] for name in ("prompt", "completion"))
+        extra = {name: [visible(str(value)) for value in values] for name, values in self.columns["extra"].items()}
+        rewards, advantages = self.columns["rewards"], self.columns["advantages"]
+        print_prompt_completions_sample(prompts, completions, rewards, advantages, update, count, extra)  # type: ignore[arg-type]
 
     def clear(self) -> None:
         for column in self.columns.values():

@@ -27,6 +27,7 @@ from turngrpo.trainer.runs.identity import (
     tokenizer_facts,
 )
 from turngrpo.trainer.runs.proof import PROOF, STATE_FILE, ResumeError, proof_fault, read_torch, write_proof
+from turngrpo.trainer.writing import going_on, writing
 
 
 class ExactCheckpoints:
@@ -131,22 +132,23 @@ class ExactCheckpoints:
         trainer.accelerator.wait_for_everyone()
         trainer._get_output_dir = lambda trial: str(apart)
         trainer._push_from_checkpoint = lambda folder: None
-        try:
-            yield
-        finally:
-            del trainer._get_output_dir, trainer._push_from_checkpoint
-        if state.best_model_checkpoint == str(apart / name):
-            state.best_model_checkpoint = str(final)
-        if not args.save_only_model:
-            torch.save(self._complete_state(), self._state_file(apart / name))
-        trainer.accelerator.wait_for_everyone()  # the folder is whole
-        if args.should_save:
-            state.save_to_json(str(apart / name / TRAINER_STATE_NAME))
-            write_proof(apart / name, state.global_step, trainer.accelerator.num_processes)
-            sync(apart)
-            _replace(apart / name, final)
-            sync(folder)
-            apart.rmdir()
+        with writing(str(final), going_on(folder)):
+            try:
+                yield
+            finally:
+                del trainer._get_output_dir, trainer._push_from_checkpoint
+            if state.best_model_checkpoint == str(apart / name):
+                state.best_model_checkpoint = str(final)
+            if not args.save_only_model:
+                torch.save(self._complete_state(), self._state_file(apart / name))
+            trainer.accelerator.wait_for_everyone()  # the folder is whole
+            if args.should_save:
+                state.save_to_json(str(apart / name / TRAINER_STATE_NAME))
+                write_proof(apart / name, state.global_step, trainer.accelerator.num_processes)
+                sync(apart)
+                _replace(apart / name, final)
+                sync(folder)
+                apart.rmdir()
         trainer.accelerator.wait_for_everyone()
         if args.push_to_hub:
             trainer._push_from_checkpoint(str(final))

@@ -22,7 +22,7 @@ FREE_FIELDS = (
     "dataloader_num_workers "
     "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers ledger "
     "vllm_base_url vllm_server_base_url vllm_server_timeout vllm_adapter_dir vllm_request_timeout "
-    "vllm_concurrent_requests local_rank deepspeed_plugin distributed_state _n_gpu"
+    "vllm_concurrent_requests reward_timeout local_rank deepspeed_plugin distributed_state _n_gpu"
 ).split()
 LENGTH_FIELDS = ("max_steps", "num_train_epochs")  # a run may be extended; its schedule then changes
 # What each entry of a fingerprint beside config, processes and versions is, for messages.

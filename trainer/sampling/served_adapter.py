@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from turngrpo.trainer.forward.policy import TRAINED, tensors_digest
 from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError, served_models
+from turngrpo.trainer.writing import writing
 
 CLEAN_UP_TIMEOUT = 5.0
 
@@ -67,11 +68,12 @@ class ServedAdapter:
         self.count += 1
         name = f"{self.run}-{self.count:05d}"
         path, partial = self.folder / name, self.folder / f".partial-{name}"
-        partial.mkdir(parents=True)
-        self.model.save_pretrained(
-            str(partial), selected_adapters=[TRAINED], safe_serialization=True, save_embedding_layers=False
-        )
-        os.rename(partial, path)
+        with writing(str(path), "The servers keep the adapter before it: resume the run from its newest checkpoint"):
+            partial.mkdir(parents=True)
+            self.model.save_pretrained(
+                str(partial), selected_adapters=[TRAINED], safe_serialization=True, save_embedding_layers=False
+            )
+            os.rename(partial, path)
         self._loaded.append((name, path))
         for server in self.servers:
             self.load(server, name)

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from turngrpo.trainer.awaiting import run_async
+from turngrpo.trainer.showing import visible
 
 RETRIED = (408, 429, 500, 502, 503, 504)  # a server that is busy, starting or dying; anything else is an answer
 FIRST_DELAY, LONGEST_DELAY = 0.25, 5.0  # seconds between attempts, doubled every time
@@ -149,10 +150,9 @@ def _answer(url: str, content: bytes, expected: type | None) -> Any:
 
 
 def in_short(value: Any) -> str:
-    """Return a value as one line of text of a sane length, without control characters."""
+    """Return a value as one line of text of a sane length, which steers no terminal."""
     text = value if isinstance(value, str) else repr(value)
-    line = "".join(character if character.isprintable() else " " for character in text[: 4 * SHOWN])
-    line = " ".join(line.split())
+    line = visible(" ".join(text[: 4 * SHOWN].split()))
     return line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
 
 
