@@ -74,13 +74,16 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def corpus_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What an export says of a corpus file: its manifest, SHA-256, and numbers of rows and projects.
+    """What an export says of a corpus file: its manifest, SHA-256, and numbers of rows, projects and whole documents.
 
     Raises CorpusError where load_corpus would.
     """
     check = CorpusCheck(os.fspath(path))
-    projects = [row.get("project") for row in _checked_rows(path, check)]
-    counts = {"rows": len(projects), "projects": len(set(projects))}
+    projects, documents = list[Any](), 0
+    for row in _checked_rows(path, check):
+        projects.append(row.get("project"))
+        documents += "document" in row
+    counts = {"rows": len(projects), "projects": len(set(projects)), "documents": documents}
     return check.manifest | {"digest": corpus_digest(path)} | counts
 
 

@@ -9,10 +9,12 @@ Prompts are built by the same workflow as in training, token for token. Only com
 divided by all their tokens in the gradient accumulation. An example longer than --max_length is an error, never cut.
 With --use_peft the adapter is saved, else the whole model, each with its tokenizer; where --model_name_or_path is the
 folder of an adapter, that one is gone on with. On several processes (accelerate launch) the weights are those of one
-process with the same batch, and process 0 writes.
+process with the same batch, and process 0 writes. Checkpoints, from which a killed run goes on, are removed at the end
+unless --save_strategy or --save_steps asked for them.
 """
 
 import json
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from turngrpo.data_prep import gold_thought
 from turngrpo.trainer.reading.workflows import WorkflowOptions
 from turngrpo.trainer.warm_start import check_batches, check_lengths, corpus_examples, fit, target_examples
 from turngrpo.trainer.writing import going_on, writing
+
+SAVING = ("steps", 500)  # transformers' defaults: nobody asked for checkpoints
 
 
 @dataclass
@@ -65,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOptions) -> int:
     """Do what main says, in an output directory that is held."""
-    output = Path(config.output_dir or "")
+    output, asked = Path(config.output_dir or ""), (config.save_strategy, config.save_steps) != SAVING
     with setting_up():
         if (options.corpus is None) == (options.targets is None):
             found = "neither" if options.corpus is None else "both"
@@ -106,6 +110,10 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
         if config.process_index == 0:
             losses = [log for log in trainer.state.log_history if "loss" in log]
             (output / "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
+            (output / "README.md").unlink(missing_ok=True)  # PEFT's template of a card, not filled in
+    if config.process_index == 0 and not asked:
+        for checkpoint in output.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
     if config.process_index == 0:
         print(f"saved to {config.output_dir}")
     return 0

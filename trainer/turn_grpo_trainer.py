@@ -720,6 +720,11 @@ class TurnGRPOTrainer(GRPOTrainer):
         self.exporter.is_current = True
         return self.exporter.exported
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Under a workflow nothing: trl's card names a local base "None", and every version has one of its own."""
+        if self.workflow is None:
+            super().create_model_card(*args, **kwargs)
+
     def push_to_hub(
         self,
         commit_message: str | None = "End of training",

@@ -201,6 +201,9 @@ class ExactSFTTrainer(SFTTrainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write nothing: trl's card names a local base "None"; an exported version has one of its own."""
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         with self.timed("saving"), self.checkpoints.saving(trial):
             super()._save_checkpoint(model, trial)

@@ -36,6 +36,8 @@ from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.sampling.vllm_engine import check_servers
 from turngrpo.trainer.writing import going_on, writing
 
+LOOKED_AT = 200  # rows whose chunks are measured: enough to know how a corpus was cut
+
 
 @dataclass
 class TrainArguments(ScriptArguments):
@@ -276,7 +278,20 @@ def provenance(run: Run) -> dict[str, Any]:
     corpus = None if run.options.corpus is None else corpus_facts(run.options.corpus)
     projects = set(run.train["project"]) if corpus is not None else set()
     script = asdict(run.options) | {"train_projects": sorted(map(project_digest, projects))}
-    return {"corpus": corpus, "config": {"script": script, "model": asdict(run.model_options)}}
+    config = {"script": script, "model": asdict(run.model_options)}
+    return {
+        "corpus": corpus,
+        "config": config,
+        "reading": chunk_length(run) if corpus and not corpus["documents"] else {},
+    }
+
+
+def chunk_length(run: Run) -> dict[str, int]:
+    """Return as chunk_size the tokens of the longest chunk, where rows came in chunks and were not cut by it."""
+    texts = [
+        chunk["text"] for row in run.train.select(range(min(LOOKED_AT, len(run.train)))) for chunk in row["chunks"]
+    ]
+    return {"chunk_size": max(map(len, run.tokenizer(texts, add_special_tokens=False)["input_ids"]))}
 
 
 def adapter_name(run: Run) -> str:

@@ -101,3 +101,13 @@ def test_names_cannot_break_the_card():
     assert "# two\\_\\|\\_names\n" in text
     assert text.count("\n## Results") == 1
     assert ModelCard(text).data.library_name == "peft"
+
+
+def test_the_card_says_how_the_adapter_reads():
+    """Whoever mounts it has to ask in the same words, cut in the same size."""
+    instruction = "Read `this`.\n```\nReply with gates.\n```"
+    reading = {"workflow": "gated", "layout": "chunk_first", "chunk_size": 77, "exit_gate": None}
+    text = card(config={"reading": reading | {"instruction": instruction}})
+    assert "| chunk\\_size | 77 |" in text and "exit\\_gate" not in text
+    assert f"````text\n{instruction}\n````" in text
+    assert "## Reading\n\nNot stated." in card() and "None" not in card(base_revision=None)

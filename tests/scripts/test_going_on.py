@@ -37,6 +37,7 @@ def start(tmp_path_factory):
     quickstart.tiny_model(tokenizer, 0, hidden_size=48).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     assert sft.main(sft_arguments(folder, folder / "model", folder / "warm", "--lora_r", "4")) == 0
+    assert (folder / "warm" / "checkpoint-4").is_dir() and not (folder / "warm" / "README.md").exists()
     shutil.copytree(folder / "model", folder / "both")
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copyfile(folder / "warm" / name, folder / "both" / name)

@@ -20,6 +20,7 @@ from peft import LoraConfig, get_peft_model
 from turngrpo.data_prep import build_needle_corpus, write_corpus
 from turngrpo.trainer import warm_start
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES
+from turngrpo.trainer.export.versions import read_version
 from turngrpo.trainer.reading import gates
 from turngrpo.trainer.reading.gates import GateDecision, parse_turn
 from turngrpo.trainer.reward_calls import RewardError
@@ -81,6 +82,10 @@ def test_train_leaves_summary_metrics_curves_and_adapter(trained):
     assert summary["before"]["kl"] == 0.0  # a fresh adapter is the base model
     assert list(summary["policies"]) == ["before", "after", *TRIVIAL_GATES]
     assert summary["adapter"] == str(output / "adapters" / "run" / "v0001")
+    reading = read_version(output / "adapters" / "run" / "v0001")["config"]["reading"]
+    _, rows = build_needle_corpus("multi_key", 2, 6, 3, 8, shared_keys=True)  # came in chunks: --chunk_size cut none
+    lengths = [len(ids) for row in rows for ids in tiny_tokenizer()([c["text"] for c in row["chunks"]])["input_ids"]]
+    assert reading["chunk_size"] == pytest.approx(max(lengths), abs=2) and reading["instruction"]
     stages = summary["seconds"]
     assert stages["total"] >= stages["training"] > 0
     updates = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -146,9 +151,9 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "exit ignored" in shown and shown.count("adapter - it") == 8
 
-    # Documents of other lengths than fit are no policy; rows of both splits are the whole corpus.
-    short = ["--max_completion_length", "8", "--max_prompt_length", "164", "--workflow", "memagent", "--split", "all"]
-    short += ["--trajectories", str(tmp_path / "rows.jsonl"), "--allow_overlap"]
+    # A document has 123 tokens, a chunk's prompt up to 68: the first does not fit and is no policy; rows of both splits are the whole corpus.
+    short = ["--max_completion_length", "8", "--max_prompt_length", "100", "--workflow", "memagent", "--split", "all"]
+    short += ["--instruction", "read", "--trajectories", str(tmp_path / "rows.jsonl"), "--allow_overlap"]
     assert evaluate.main([*arguments, *short, "--compare_document", "--output", str(output)]) == 0
     assert "whole document: left out, " in capsys.readouterr().out
     first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
@@ -306,7 +311,7 @@ def test_single_turn_trains_on_prompts_with_a_reward_of_the_user(tiny, tmp_path,
 
 def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
     corpus = ["--corpus", str(tiny / "corpus.jsonl"), "--model_name_or_path", str(tiny / "model")]
-    steps = ["--max_steps", "12", "--logging_steps", "4", "--learning_rate", "5e-3", "--save_strategy", "no"]
+    steps = ["--max_steps", "12", "--logging_steps", "4", "--learning_rate", "5e-3"]
     folder = tmp_path / "warm"
     assert sft.main([*corpus, "--output_dir", str(folder), *steps, *READING, *PLAIN, "--disable_tqdm", "true"]) == 0
     losses = [log["loss"] for log in json.loads((folder / "sft.json").read_text())]
@@ -315,6 +320,8 @@ def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
         loading.load_tokenizer(str(folder))("<check>yes")["input_ids"] == tiny_tokenizer()("<check>yes")["input_ids"]
     )
     assert (folder / "model.safetensors").exists()
+    left = {path.name for path in folder.iterdir()}
+    assert not any(name.startswith(("checkpoint", "README")) for name in left)  # nobody asked for them
 
 
 def test_sft_refuses_to_cut_an_example(tiny, tmp_path):

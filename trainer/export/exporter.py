@@ -56,7 +56,8 @@ def is_private(args: Any, private: bool | None) -> bool:
 class Exporter:
     """Versions of one run's adapter under `output_dir`/adapters, and what they say of the run.
 
-    `provenance` is what the trainer does not know: "corpus" (data_prep.corpus_facts) and "config" (more settings by
+    `provenance` is what the trainer does not know: "corpus" (data_prep.corpus_facts), "reading" (what of it the config
+    does not say) and "config" (more settings by
     name). It stands in every checkpoint, so that scripts/export_adapter.py finds it.
     """
 
@@ -80,7 +81,8 @@ class Exporter:
         workflow = SHORT_NAMES.get(type(self.workflow).__name__, type(self.workflow).__name__)
         names = [name for name in WORKFLOW_OPTIONS if hasattr(self.workflow, name)]
         values = {name: getattr(self.workflow, name) for name in names}
-        return {"workflow": workflow} | values | {name: getattr(self.args, name) for name in READING_LIMITS}
+        limits = {name: getattr(self.args, name) for name in READING_LIMITS}
+        return {"workflow": workflow} | values | limits | self.provenance.get("reading", {})
 
     def save_facts(self, folder: str | Path, update: int) -> None:
         """Write beside a saved adapter what its export will say of the run; nothing without an adapter."""

@@ -49,6 +49,10 @@ CARD = """\
 
 {{ results }}
 
+## Reading
+
+{{ reading }}
+
 ## Training
 
 {{ config }}
@@ -142,6 +146,7 @@ def model_card(
         update="" if facts.get("update") is None else f", after {facts['update']} updates",
         corpus=_corpus(facts.get("corpus")),
         results=_results(before or {}, after or {}),
+        reading=_reading((facts.get("config") or {}).get("reading")),
         config=_config(facts.get("config")),
         use=USE_MERGED if adapter is None else _use(facts, on_hub, adapter),
     )
@@ -185,6 +190,18 @@ def _results(before: Mapping[str, float | None], after: Mapping[str, float | Non
     names = [name for name in after if not name.startswith(("time/", "tokens/", "completions/"))]
     rows = [(escape(name), _number(before.get(name)), _number(after[name])) for name in sorted(names)]
     return _table(("metric", "before", "after"), rows) if rows else "Not measured."
+
+
+def _reading(reading: Mapping[str, Any] | None) -> str:
+    """Return how the adapter reads: what a program that uses it has to do alike."""
+    reading = dict(reading or {})
+    instruction = reading.pop("instruction", None)
+    rows = [(escape(name), escape(value)) for name, value in reading.items() if value is not None]
+    parts = [_table(("option", "value"), rows)] if rows else []
+    if isinstance(instruction, str):
+        fence = "`" * (2 + max(map(len, re.findall("`+", instruction)), default=1))  # longer than any inside
+        parts.append(f"Instruction of every chunk turn:\n\n{fence}text\n{instruction}\n{fence}")
+    return "\n\n".join(parts) or "Not stated."
 
 
 def _config(config: Mapping[str, Any] | None) -> str:
