@@ -5,7 +5,7 @@
     python scripts/benchmarks/endurance.py --output endurance --quick          # a kill of each kind, 20 updates
 
 Each kind of run is done once straight. Then the same command is killed (SIGKILL to all its processes) at a moment
-drawn from its whole length, and gone on with until it ends. Both must have left the same: every field of the last
+drawn from the time in which it writes, and gone on with until it ends. Both must have left the same: every field of the last
 checkpoint but durations, every logged number and every rollout once, one version, nothing half written.
 Finished kills are kept in OUTPUT/endurance.json, so an interrupted benchmark goes on with the same command.
 """
@@ -129,18 +129,25 @@ def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def finish(command: Sequence[str], log: Path) -> float:
-    """Run a command to its end and return its seconds; RuntimeError with its last lines where it fails."""
-    started = time.perf_counter()
+def finish(command: Sequence[str], log: Path, output: Path) -> tuple[float, float]:
+    """Run a command to its end; return after how many seconds it wrote into `output` first, and ended.
+
+    Raises RuntimeError with its last lines where it fails.
+    """
+    started, wrote = time.perf_counter(), None
     process = start(command, log)
     try:
-        code = process.wait(LIMIT)
+        while (code := process.poll()) is None and time.perf_counter() - started < LIMIT:
+            time.sleep(0.1)
+            if wrote is None and any(path.is_dir() for path in output.glob("*")):
+                wrote = time.perf_counter() - started
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if code != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read_text(errors='replace')[-3000:]}")
-    return time.perf_counter() - started
+    ended = time.perf_counter() - started
+    return wrote or ended, ended
 
 
 def killed_after(seconds: float, command: Sequence[str], log: Path) -> bool:
@@ -176,7 +183,7 @@ def one_kill(kind: Kind, folder: Path, straight: Path, seconds: float) -> dict[s
     was_killed = killed_after(seconds, command, log)
     saved = sorted((path.name for path in output.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
     if was_killed:
-        finish([*command, *(kind.go_on if saved else ())], log)
+        finish([*command, *(kind.go_on if saved else ())], log, output)
     return {
         "after_seconds": round(seconds, 2),
         "killed": was_killed,
@@ -308,10 +315,11 @@ def main() -> int:
             if name not in report["straight"] or name == "push":  # the hub's content ends with this process
                 shutil.rmtree(straight.parent, ignore_errors=True)
                 straight.parent.mkdir(parents=True)
-                report["straight"][name] = finish(filled(kind.command, straight), straight.parent / "log")
+                found = finish(filled(kind.command, straight), straight.parent / "log", straight)
+                report["straight"][name] = found
             kills = report["kills"].setdefault(name, [])
             while len(kills) < given.kills:
-                moment = random.Random(f"{given.seed} {name} {len(kills)}").uniform(0, report["straight"][name])
+                moment = random.Random(f"{given.seed} {name} {len(kills)}").uniform(*report["straight"][name])
                 place = folder / f"kill_{len(kills):02d}"
                 shutil.rmtree(place, ignore_errors=True)
                 kills.append(one_kill(kind, place, straight, moment))

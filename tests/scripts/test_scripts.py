@@ -151,7 +151,8 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "exit ignored" in shown and shown.count("adapter - it") == 8
 
-    # A document has 123 tokens, a chunk's prompt up to 68: the first does not fit and is no policy; rows of both splits are the whole corpus.
+    # A document has 123 tokens, a chunk's prompt up to 68: the first does not fit and is no policy.
+    # Rows of both splits are the whole corpus.
     short = ["--max_completion_length", "8", "--max_prompt_length", "100", "--workflow", "memagent", "--split", "all"]
     short += ["--instruction", "read", "--trajectories", str(tmp_path / "rows.jsonl"), "--allow_overlap"]
     assert evaluate.main([*arguments, *short, "--compare_document", "--output", str(output)]) == 0
