@@ -5,8 +5,8 @@
     python scripts/benchmarks/endurance.py --output endurance --quick          # a kill of each kind, 20 updates
 
 Each kind of run is done once straight. Then the same command is killed (SIGKILL to all its processes) at a moment
-drawn from the time in which it writes, and gone on with until it ends. Both must have left the same: every field of the last
-checkpoint but durations, every logged number and every rollout once, one version, nothing half written.
+drawn from the time in which it writes, and gone on with until it ends. Both must have left the same: every field of
+the last checkpoint but durations, every logged number and every rollout once, one version, nothing half written.
 Finished kills are kept in OUTPUT/endurance.json, so an interrupted benchmark goes on with the same command.
 """
 
