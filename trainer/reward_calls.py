@@ -11,6 +11,7 @@ import torch
 from trl import apply_chat_template
 
 from turngrpo.trainer.awaiting import gather_all, run_async
+from turngrpo.trainer.faults import UserFault
 from turngrpo.trainer.reading.rollout import Trajectory, read_only
 
 SPARE = 1000  # values that are counted beyond those expected, of a return without end
@@ -18,7 +19,7 @@ SHOWN = 200  # characters of a wrong return in a message
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # which reach reward functions as plurals
 
 
-class RewardError(ValueError):
+class RewardError(UserFault):
     """A reward function returned what is no reward."""
 
 

@@ -4,8 +4,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from turngrpo.trainer.reward_calls import RewardError
-from turngrpo.trainer.runs.proof import ResumeError
+from turngrpo.trainer.faults import UserFault
 from turngrpo.trainer.sampling.server import ServerError
 
 INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
@@ -21,7 +20,7 @@ def run_script(main: Callable[[], int]) -> None:
     """
     try:
         sys.exit(main())
-    except (SetupError, ServerError, RewardError, ResumeError) as error:
+    except (SetupError, ServerError, UserFault) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:

@@ -11,6 +11,7 @@ import pytest
 import read_document
 import torch
 import train
+from arguments.commands import ReadArguments
 from jobs import quickstart
 from jobs import reading as reading_job
 from lib.options import evaluation_config
@@ -141,7 +142,7 @@ def test_a_megabyte_is_cut_and_checked(model, tmp_path):
     path.write_text(TEXT * (1_000_000 // len(TEXT) + 1), encoding="utf-8")
     with serving(model, max_model_len=4096) as server:
         more = ["--chunk_size", "3000", "--max_prompt_length", "3500"]
-        (options,) = read_document.parse_options([reading_job.ReadArguments], arguments(server, path, *more))
+        (options,) = read_document.parse_options([ReadArguments], arguments(server, path, *more))
         reading = reading_job.Reading.prepare(options)
     chunks = reading.row["chunks"]
     assert "".join(chunk["text"] for chunk in chunks) == path.read_text(encoding="utf-8")
@@ -175,7 +176,7 @@ def test_utf_16_with_its_mark_is_text(tmp_path):
 def test_servers_that_cannot_read(model, document, monkeypatch):
     monkeypatch.setattr(reading_job, "PATIENCE", 0.5)
     with serving(model, max_model_len=60) as server:
-        with pytest.raises(SetupError, match="1 rows cannot fit in 44 prompt tokens"):
+        with pytest.raises(SetupError, match="needs prompts of up to .* and cannot fit in 44 prompt tokens"):
             read_document.main(arguments(server, document))
         with pytest.raises(SetupError, match="takes 60 tokens and a completion may have 80: no room"):
             read_document.main(arguments(server, document, "--max_completion_length", "80"))
