@@ -157,7 +157,7 @@ class InspectArguments:
 
     def needs(self) -> dict[str, str]:
         """Return what must be given, by name, and what is expected there."""
-        return ({} if self.workflow == "single_turn" else {"corpus": CORPUS}) | {"model_name_or_path": MODEL}
+        return ({"corpus": CORPUS} if self.workflow == "gated" else {}) | {"model_name_or_path": MODEL}
 
 
 @dataclass

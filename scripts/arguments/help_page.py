@@ -70,21 +70,31 @@ def own_options(kinds: Iterable[type]) -> set[str]:
 
 
 def help_page(
-    parser: argparse.ArgumentParser, doc: str, own: Collection[str], required: Collection[str], hidden: Collection[str]
+    usage: str,
+    actions: Sequence[argparse.Action],
+    doc: str,
+    own: Collection[str],
+    required: Collection[str],
+    hidden: Collection[str],
 ) -> str:
     """Return the page of a command; `doc` is its module's docstring, `hidden` are options that it refuses."""
-    shown = _options(parser, hidden)
+    shown = _options(actions, hidden)
     rest = len(shown) - len(_listed(shown, own))
     more = [f"{rest} options inherited from TRL and transformers: --help_all"] if rest else []
-    return "\n".join([*_head(parser, doc, required), *_topics(shown, own, required, _in_a_line), "", *more, *_foot()])
+    return "\n".join([*_head(usage, doc, required), *_topics(shown, own, required, _in_a_line), "", *more, *_foot()])
 
 
 def whole_help(
-    parser: argparse.ArgumentParser, doc: str, own: Collection[str], required: Collection[str], hidden: Collection[str]
+    usage: str,
+    actions: Sequence[argparse.Action],
+    doc: str,
+    own: Collection[str],
+    required: Collection[str],
+    hidden: Collection[str],
 ) -> str:
     """Return the page with the whole text of every option, the inherited ones at the end."""
-    shown = _options(parser, hidden)
-    lines = [*_head(parser, doc, required), *_topics(shown, own, required, _in_full)]
+    shown = _options(actions, hidden)
+    lines = [*_head(usage, doc, required), *_topics(shown, own, required, _in_full)]
     rest = [name for name in shown if name not in _listed(shown, own)]
     if rest:
         lines += ["", "inherited from TRL and transformers:"]
@@ -109,10 +119,10 @@ def examples(doc: str, count: int = 2) -> list[str]:
     return [line for lines in folded for line in " \\\n".join(lines).split("\n")]
 
 
-def _options(parser: argparse.ArgumentParser, hidden: Collection[str]) -> dict[str, argparse.Action]:
-    """Return the options of a parser by name; the complement --no_NAME of one stands for it."""
+def _options(actions: Sequence[argparse.Action], hidden: Collection[str]) -> dict[str, argparse.Action]:
+    """Return the options by name; the complement --no_NAME of one stands for it."""
     found: dict[str, argparse.Action] = {}
-    for action in parser._actions:
+    for action in actions:
         if action.dest not in (*hidden, argparse.SUPPRESS, "help"):
             found.setdefault(action.dest, action)
     return found
@@ -123,11 +133,11 @@ def _listed(shown: Collection[str], own: Collection[str]) -> list[str]:
     return [name for name in shown if name in own or name in INHERITED]
 
 
-def _head(parser: argparse.ArgumentParser, doc: str, required: Collection[str]) -> list[str]:
+def _head(usage: str, doc: str, required: Collection[str]) -> list[str]:
     """Return what stands above the options: usage, what the command does, two examples."""
     first = textwrap.wrap(doc.split("\n\n")[0], WIDTH)
     marks = ["", "* is required"] if required else []
-    return [parser.format_usage().strip(), "", *first, "", *examples(doc), *marks]
+    return [usage.strip(), "", *first, "", *examples(doc), *marks]
 
 
 def _foot() -> list[str]:

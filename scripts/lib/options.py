@@ -34,7 +34,10 @@ class Parser(TrlParser):
         required = {name for kind in kinds if hasattr(kind, "needs") for name in kind().needs()}
         told = {"doc": doc, "own": own_options(kinds), "required": required, "hidden": hidden}
         for names, write in ((("-h", "--help"), help_page), (("--help_all",), whole_help)):
-            self.add_argument(*names, action=Show, write=partial(write, self, **told))
+            self.add_argument(*names, action=Show, write=partial(self._written, write, told))
+
+    def _written(self, write: Callable[..., str], told: Mapping[str, Any]) -> str:
+        return write(self.format_usage(), self._actions, **told)
 
 
 class Show(argparse.Action):

@@ -175,7 +175,7 @@ def test_a_gated_group_has_one_line_per_turn(tiny, tmp_path, capsys):
         (["--row", "-1"], "--row is '-1'"),
         (["--row", "train-0003"], "--row is 'train-0003'"),  # of the warm start
         (["--workflow", "memagent"], "expected gated with --corpus, or single_turn without"),
-        (["--workflow", "gated"], "'gated' without --corpus: expected gated with --corpus"),
+        (["--workflow", "gated"], "--corpus is missing: expected a corpus file"),
         (["--corpus", "corpus.jsonl"], "single_turn without"),
         (["--workflow", "gated", "--corpus", "absent.jsonl"], "no such file"),
         (["--layout", "chunk_first"], "belong to the workflows gated"),

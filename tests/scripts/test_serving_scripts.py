@@ -16,8 +16,10 @@ from jobs import quickstart
 from jobs import reading as reading_job
 from lib.options import evaluation_config
 from lib.running import SetupError
+from loaded import run
 from openai_server import serving
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
@@ -101,6 +103,42 @@ def test_json_holds_the_trace_and_the_prompts_are_those_of_training(model, docum
     state = workflow.start({"question": "red?", "answers": [], "chunks": cut})
     assert asked[0]["prompt"] == [token for segment in workflow.prompt(state) for token in segment]
     assert asked[0]["temperature"] == 0.0 and len(asked) == 5
+
+
+def test_no_torch_is_imported_where_a_server_does_the_work(model, document):
+    with serving(model) as server:
+        shown, err, status, heavy = run("read_document", *arguments(server, document, "--json"))
+    assert (json.loads(shown)["answer"], status) == ("7", "0"), err
+    assert heavy == {"trl", "transformers"}
+
+
+def test_a_model_that_is_loaded_here_reads_as_the_served_one(model, document, capsys):
+    where = ["--model", str(model), "--document", str(document), "--question", "red?", *READING]
+    assert read_document.main([*where, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["answer"], report["memory"], report["api"]) == ("7", "the code is 7", None)
+    assert report["chunks_read"] == 1
+    # Two tokens are no reply: what was said is shown, and reading goes on.
+    assert read_document.main([*where, "--max_completion_length", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "chunk 4/4  unparsed (length), memory kept" in shown and shown.count("\n  <check>") == 4
+    assert "answer turn  unparsed" in shown and "none (no answer in" in shown
+    with pytest.raises(SetupError, match="cannot fit in 20 prompt tokens"):
+        read_document.main([*where, "--max_prompt_length", "20"])
+
+
+def test_an_unparsed_reply_is_short_and_safe_for_a_terminal(capsys):
+    entry = {
+        "chunk": 2,
+        "parsed": False,
+        "finish_reason": "eos",
+        "memory_tokens": 0,
+        "text": "\x1b[31m[red]a\nb" + " c" * 999,
+    }
+    reading_job.show(Console(width=150, highlight=False), entry | {"check": None}, 3)
+    shown = capsys.readouterr().out
+    assert "chunk 2/3  unparsed (eos)" in shown and "[31m[red]a b c c" in shown
+    assert "\x1b" not in shown and "..." in shown and len(shown) < 500
 
 
 def test_a_server_without_token_ids_is_asked_by_messages(model, document, capsys):
