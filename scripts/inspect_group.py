@@ -14,11 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jobs.inspecting import InspectArguments, UpdateArguments, make_trainer, show, update
-from lib.adapters import ModelOptions
+from arguments.commands import InspectArguments, ModelOptions, UpdateArguments
 from lib.options import parse_options
-from lib.output import finite, write_json
-from lib.reporting import make_console
 from lib.running import run_script, setting_up
 
 from turngrpo.trainer.writing import writing
@@ -26,9 +23,15 @@ from turngrpo.trainer.writing import writing
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, make the update in a temporary folder, and show it."""
+    with setting_up():
+        kinds = [InspectArguments, UpdateArguments, ModelOptions]
+        options, sizes, model_options = parse_options(kinds, arguments, __doc__)
+    from jobs.inspecting import make_trainer, show, update
+    from lib.output import finite, write_json
+    from lib.reporting import make_console
+
     with TemporaryDirectory() as folder:
         with setting_up():
-            options, sizes, model_options = parse_options([InspectArguments, UpdateArguments, ModelOptions], arguments)
             trainer = make_trainer(options, sizes, model_options, folder)
         turns = update(trainer)
     row = trainer.train_dataset[0]

@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tokenizer, counts = None, Counter[str]()
     try:
         if options.tokenizer:
-            from lib.loading import load_tokenizer
+            from lib.tokenizing import load_tokenizer
 
             tokenizer = load_tokenizer(options.tokenizer)
         columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())

@@ -13,15 +13,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lab.config import LabConfig
-from lab.experiment import stages
-from lab.stages import GOES_ON, Laboratory
-from lib.options import parse_options
-from lib.output import held
-from lib.reporting import make_console
+from lib.options import option, parse_options
 from lib.running import SetupError, run_script, setting_up
 from rich.markdown import Markdown
 
@@ -35,8 +31,8 @@ PRESETS = ("minimum", "smoke")
 class LabArguments:
     """Which numbers, and where the run's files go."""
 
-    preset: str = field(default="minimum", metadata={"help": "minimum (the full experiment) or smoke."})
-    output: str = field(default="outputs/lab", metadata={"help": "Folder of the run, new or one to go on with."})
+    preset: str = option("minimum", "minimum (the full experiment) or smoke.")
+    output: str = option("outputs/lab", "Folder of the run, new or one to go on with.")
 
 
 def parse(arguments: Sequence[str]) -> tuple[LabArguments, LabConfig]:
@@ -47,7 +43,7 @@ def parse(arguments: Sequence[str]) -> tuple[LabArguments, LabConfig]:
     if preset not in PRESETS:
         raise ValueError(f"--preset is {preset!r}: expected {' or '.join(PRESETS)}")
     recipe = ["--config", str(RECIPES / f"stock_{preset}.yaml")]
-    options, config = parse_options([LabArguments, LabConfig], [*recipe, *arguments])
+    options, config = parse_options([LabArguments, LabConfig], [*recipe, *arguments], __doc__)
     return options, config
 
 
@@ -55,9 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run every stage that has not finished, then show the report."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # repeatable products on a GPU
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    console = make_console()
     with setting_up():
         options, config = parse(list(sys.argv[1:] if arguments is None else arguments))
+    from lab.experiment import stages
+    from lab.stages import GOES_ON, Laboratory
+    from lib.output import held
+    from lib.reporting import make_console
+
+    console = make_console()
     with setting_up(), held(Path(options.output), "--output"), writing(options.output, GOES_ON):
         laboratory = Laboratory(Path(options.output), config, console)
         try:

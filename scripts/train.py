@@ -19,15 +19,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-from jobs.training import TrainArguments, dry_run, prepare, train
-from lib.adapters import ModelOptions
+from arguments.commands import ModelOptions, TrainArguments
 from lib.options import parse_options
-from lib.output import claimed_output, finite, make_output, write_json
-from lib.reporting import make_console
 from lib.running import run_script, setting_up
 
 from turngrpo.trainer import TurnGRPOConfig
+from turngrpo.trainer.inherited_options import HONOURED_WITH_VLLM, REFUSED
 from turngrpo.trainer.writing import going_on, writing
 
 QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
@@ -36,9 +33,17 @@ QUICKSTART = Path(__file__).parent / "recipes" / "quickstart.yaml"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, check, then train or stop after the checks."""
     given = list(sys.argv[1:] if arguments is None else arguments) or ["--config", str(QUICKSTART)]
-    console, started = make_console(), time.perf_counter()
+    started, refused = time.perf_counter(), set(REFUSED) - set(HONOURED_WITH_VLLM)
     with setting_up():
-        options, config, model_options = parse_options([TrainArguments, TurnGRPOConfig, ModelOptions], given)
+        kinds = [TrainArguments, TurnGRPOConfig, ModelOptions]
+        options, config, model_options = parse_options(kinds, given, __doc__, refused)
+    import torch
+    from jobs.training import dry_run, prepare, train
+    from lib.output import claimed_output, finite, make_output, write_json
+    from lib.reporting import make_console
+
+    console = make_console()
+    with setting_up():
         console.quiet = config.process_index > 0
         if options.threads is not None:
             if options.threads < 1:

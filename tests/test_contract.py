@@ -39,6 +39,9 @@ ROOT = Path(__file__).parents[1]
 LIBRARIES = ("trl", "transformers", "accelerate", "peft", "deepspeed", "filelock", "huggingface_hub", "torch")
 
 CONTRACT = """
+scripts/arguments/commands.py
+    trl.ModelConfig
+    trl.ScriptArguments
 scripts/benchmarks/common.py
     transformers.AutoConfig
     transformers.AutoModelForCausalLM
@@ -78,12 +81,11 @@ scripts/benchmarks/trainers.py
     trl.GRPOTrainer.remove_callback(self, callback)
 scripts/benchmarks/values.py
     torch.nn.functional.linear
-scripts/evaluate.py
-    accelerate.PartialState
 scripts/inspect_group.py
     trl.GRPOTrainer().state
     trl.GRPOTrainer().train_dataset
 scripts/jobs/evaluating.py
+    accelerate.PartialState
     peft.PeftConfig
     trl.ModelConfig
 scripts/jobs/inspecting.py
@@ -106,6 +108,10 @@ scripts/jobs/inspecting.py
     trl.ModelConfig
 scripts/jobs/gpu_memory.py
     peft.get_peft_model(model, peft_config, adapter_name, mixed, autocast_adapter_dtype, revision, low_cpu_mem_usage)
+scripts/jobs/imitating.py
+    trl.GRPOTrainer().state
+    trl.GRPOTrainer.save_model(self, output_dir, _internal_call)
+    trl.SFTConfig
 scripts/jobs/quickstart.py
     transformers.PreTrainedTokenizerBase
     transformers.Qwen2Config
@@ -130,7 +136,6 @@ scripts/jobs/training.py
     trl.GRPOTrainer.remove_callback(self, callback)
     trl.GRPOTrainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
     trl.ModelConfig
-    trl.ScriptArguments
 scripts/lab/data.py
     trl.ModelConfig
 scripts/lab/stages.py
@@ -159,11 +164,8 @@ scripts/lib/loading.py
     peft.LoraConfig
     peft.get_peft_model(model, peft_config, adapter_name, mixed, autocast_adapter_dtype, revision, low_cpu_mem_usage)
     transformers.AutoConfig
-    transformers.AutoTokenizer
-    transformers.GenerationConfig
     transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     transformers.PreTrainedModel
-    transformers.PreTrainedTokenizerBase
     transformers.Qwen2Config()._name_or_path
     trl.ModelConfig
 scripts/lib/options.py
@@ -185,8 +187,6 @@ scripts/memory_estimate.py
     transformers.AutoModelForCausalLM
     transformers.Qwen2Config
 scripts/sft.py
-    trl.GRPOTrainer().state
-    trl.GRPOTrainer.save_model(self, output_dir, _internal_call)
     trl.SFTConfig
 scripts/train.py
     trl.GRPOTrainer.push_to_hub(self, commit_message, blocking, token, revision, private, kwargs)

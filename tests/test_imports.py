@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[1]
 
 # A module imports only from what stands before it: rooms from top to bottom, and in a room from left to right.
 ORDER = """
-    trainer             files awaiting watching showing writing processes
+    trainer             faults files awaiting watching showing writing processes
     data_prep           chunking corpus_format splits corpus code_facts code_corpus memagent needle world gold
     data_prep           world_corpus stock_arithmetic __init__
-    trainer/reading     __init__ gates chat_format rollout workflows
+    trainer/reading     __init__ limits gates chat_format rollout workflows
     rewards             answers gates stock __init__
     trainer/objective   __init__ advantages losses fused_head exact_kl iteration
     trainer/forward     __init__ policy batching joined_attention shared_prefix decoding scoring lora_layers support
@@ -31,11 +31,14 @@ ORDER = """
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates whole_document
     trainer             warm_start __init__
-    scripts/lib         schedule running output options adapters loading lookup served reporting
-    scripts/jobs        gpu_memory quickstart reading evaluating inspecting training
+    scripts/arguments   help_page
+    scripts/lib         schedule running output lookup options
+    scripts/arguments   commands
+    scripts/lib         adapters tokenizing loading served reporting
+    scripts/jobs        gpu_memory quickstart evaluating reading inspecting training imitating exporting
     scripts/lab         __init__ archive config stages data training testing report experiment
-    scripts/benchmarks  workers common values floor trainers exact_kl gated_step rollout scaling train_step gpu_check
-    scripts/benchmarks  endurance
+    scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
+    scripts/benchmarks  gpu_check endurance
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus
     scripts             read_document run_lab sft train
 """
@@ -51,12 +54,14 @@ LIGHT_ROOMS = {
 }
 LIGHT_MODULES = [
     "turngrpo.trainer",
+    "turngrpo.trainer.faults",
     "turngrpo.trainer.files",
     "turngrpo.trainer.awaiting",
     "turngrpo.trainer.watching",
     "turngrpo.trainer.showing",
     "turngrpo.trainer.writing",
     "turngrpo.trainer.reading.gates",
+    "turngrpo.trainer.reading.limits",
     "turngrpo.trainer.reading.rollout",
     "turngrpo.trainer.reading.workflows",
     "turngrpo.trainer.sampling.server",

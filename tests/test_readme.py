@@ -8,6 +8,8 @@ import importlib
 import inspect
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,3 +391,18 @@ def test_the_commands_in_docstrings_and_recipes_exist(options):
                 assert (ROOT / name.rstrip(".")).exists(), name
             count += check_commands("\n".join(lines), options)
     assert count > 40
+
+
+def test_the_links_of_the_readme_never_lead_to_the_root_of_the_disk(tmp_path):
+    page = (ROOT / "trainer/export/README.md").read_text(encoding="utf-8")
+    lines = [line for line in section("Mounting", page).splitlines() if line.startswith("    ")]
+    script = "\n".join(line for line in lines if "serve" not in line)
+    assert script.count("ln -s") == 2
+    for name in ("MODEL", "out/adapters/contracts/latest"):
+        done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode != 0 and "parameter null or not set" in done.stderr
+        shutil.rmtree(tmp_path / "mounted")
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / f"file_of_{name.split('/')[0]}").touch()
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True)
+    assert {path.name for path in (tmp_path / "mounted").iterdir()} == {"file_of_MODEL", "file_of_out"}

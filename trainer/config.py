@@ -7,6 +7,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from turngrpo.trainer.inherited_options import option_faults
+from turngrpo.trainer.reading.limits import check_limits, require
 
 # Of Table 3, where an inherited field has another default.
 PAPER_VALUES: dict[str, Any] = {
@@ -111,26 +112,17 @@ class TurnGRPOConfig(GRPOConfig):
         tolerance = self.behavior_tolerance
         self._require("behavior_tolerance", tolerance is None or tolerance > 0, "None or a number above 0")
         self._require("advantage_epsilon", self.advantage_epsilon > 0, "a number above 0")
-        self._require("eval_temperature", 0 <= self.eval_temperature < math.inf, "a number >= 0 (0 is greedy)")
         self._require("rollout_engine", self.rollout_engine in ("transformers", "vllm"), "'transformers' or 'vllm'")
         self._require("vllm_request_timeout", self.vllm_request_timeout > 0, "a number above 0")
         limit = self.reward_timeout
         self._require("reward_timeout", limit is None or 0 < limit < math.inf, "None or a number of seconds above 0")
-        self._require("eval_top_p", 0 < self.eval_top_p <= 1, "a number in (0, 1]")
-        for name in (
-            "chunk_size",
-            "max_prompt_length",
-            "max_memory_tokens",
-            "max_tokens_per_microbatch",
-            "rollout_batch_tokens",
-            "vllm_concurrent_requests",
-        ):
+        check_limits(self)
+        for name in ("max_tokens_per_microbatch", "rollout_batch_tokens", "vllm_concurrent_requests"):
             value = getattr(self, name)
             self._require(name, isinstance(value, int) and value >= 1, "a whole number >= 1")
 
     def _require(self, name: str, fits: bool, expected: str) -> None:
-        if not fits:
-            raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
+        require(self, name, fits, expected)
 
     @classmethod
     def paper(cls, **overrides: Any) -> "TurnGRPOConfig":

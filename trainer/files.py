@@ -12,6 +12,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 LOCK, HOLDER = ".lock", ".holder"
+MANIFEST, RUN_FILE = "manifest.json", "turngrpo_run.json"  # beside an exported adapter, and in a checkpoint
 
 
 def sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from trl import apply_chat_template
 
 from turngrpo.trainer.awaiting import gather_all, run_async
+from turngrpo.trainer.faults import UserFault
 from turngrpo.trainer.reading.rollout import Trajectory, read_only
 from turngrpo.trainer.watching import CallTimeout, call_watched
 
@@ -22,7 +23,7 @@ GRACE = 5.0  # seconds that async functions get to end in after their limit, bef
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # which reach reward functions as plurals
 
 
-class RewardError(ValueError):
+class RewardError(UserFault):
     """A reward function returned what is no reward."""
 
 

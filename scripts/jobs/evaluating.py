@@ -1,68 +1,56 @@
-"""What evaluate.py does: the policies asked for, and who samples."""
+"""What evaluate.py does: the policies asked for, who samples, and the numbers of all of them."""
 
+import contextlib
 import json
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+from arguments.commands import EvaluateArguments
+from datasets import concatenate_datasets
 from lib.adapters import Adapter, put_on
-from lib.loading import generation_config, load_weights
-from lib.lookup import GATED_REWARDS, TURN_REWARDS, make_workflow
-from lib.options import OF_A_WORKFLOW, ReadingOptions, option, reading_defaults
-from lib.output import write_text
-from lib.served import Served
+from lib.loading import load_weights, read_corpus, sample_rows
+from lib.lookup import (
+    GATED_REWARDS,
+    TRAJECTORY_REWARDS,
+    TURN_REWARDS,
+    find_rewards,
+    make_workflow,
+)
+from lib.options import (
+    OF_A_WORKFLOW,
+    check_held_out,
+    evaluation_config,
+    reading_defaults,
+    resolve,
+    sources_table,
+)
+from lib.output import finite, held_file, write_json, write_text
+from lib.reporting import make_console, metrics_table, policies_table
+from lib.running import setting_up
+from lib.served import PATIENCE, Served
+from lib.tokenizing import generation_config, load_tokenizer
 from peft import PeftConfig
 from trl import ModelConfig
 
+from turngrpo.data_prep import corpus_digest
 from turngrpo.trainer import MemAgent
-from turngrpo.trainer.evaluation.evaluate import Evaluation, eos_ids
+from turngrpo.trainer.checks import check_rows, check_weights
+from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, paired_difference, try_rewards
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.evaluation.whole_document import WholeDocument
+from turngrpo.trainer.reading.chat_format import eos_ids
+from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.runs.columns import ROLLOUT, as_table
 from turngrpo.trainer.runs.ledger import rollout_rows, write_rows
+from turngrpo.trainer.runs.proof import prove
 from turngrpo.trainer.sampling.chat_engine import connect
 from turngrpo.trainer.sampling.server import Server
+from turngrpo.trainer.writing import writing
 
 UNGATED, DOCUMENT = "ungated", "whole document"
-
-
-@dataclass
-class EvaluateArguments(ReadingOptions):
-    """What to evaluate on what, and where the numbers go."""
-
-    model: str = option(None, "Model or adapter (folder or name on the Hub); with --base_url a name of the server.")
-    corpus: str = option(None, "Corpus file.")
-    output: str = option(None, "JSON file to write; an existing one is replaced.")
-    adapter: str | None = option(None, "Adapter folder; with --base_url only its manifest is read.")
-    base_url: str | None = option(None, "OpenAI-compatible server that samples, as in http://localhost:8000.")
-    api: str = option("auto", "How to ask it: completions (token ids), chat (text), or auto.")
-    tokenizer: str | None = option(None, "Tokenizer folder or name, with --base_url.")
-    concurrency: int = option(16, "Requests open at once, with --base_url; >= 1.")
-    revision: str = option("main", "Revision of the model.")
-    dtype: str = option("auto", "Precision of the weights: auto, float32, bfloat16 or float16.")
-    split: str = option("validation", "validation or train; all for a corpus that nothing was trained on.")
-    validation_fraction: float | None = option(None, "Share of the projects that are held out; 0.1.")
-    split_seed: int | None = option(None, "Seed of the split by project; 0.")
-    rows: int | None = option(None, "Only a sample of so many rows.")
-    trajectories: str | None = option(
-        None, "Also write every turn of every reading there: NAME.parquet or NAME.jsonl."
-    )
-    members: int = option(1, "Readings of every row, >= 1.")
-    compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
-    ignore_exit: bool = option(False, "Also with the exit gate ignored.")
-    compare_document: bool = option(False, "Also the whole document in one prompt, where every document fits.")
-    compare_ungated: bool = option(False, "Also as MemAgent reads, without gates, with the paired difference.")
-    trivial_policies: bool = option(False, "Also with forced gates: always no, always yes, to the end, stop at once.")
-    baselines: bool = option(False, "--compare_base, --compare_ungated, --compare_document and --trivial_policies.")
-    allow_overlap: bool = option(False, "Evaluate on rows of projects that the adapter was trained on.")
-    reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path; the training's.")
-    turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path; the training's.")
-    reward_weights: list[float] | None = option(None, "One weight per trajectory reward; the training's, or 1.")
-    turn_reward_weights: list[float] | None = option(None, "One weight per turn reward; the training's, or 1.")
-    reward_timeout: float | None = option(None, "Seconds that a reward function may take for one call; any time.")
-
 
 DEFAULTS = reading_defaults(
     validation_fraction=0.1,
@@ -80,14 +68,6 @@ CONFIG = (
 
 def check_options(options: EvaluateArguments) -> None:
     """Raise ValueError for options that say nothing together."""
-    expected = {
-        "model": "a model's folder or name, or with --base_url a name that the server lists",
-        "corpus": "a corpus file; scripts/prepare_corpus.py makes one",
-        "output": "a JSON file to write",
-    }
-    for name, what in expected.items():
-        if not getattr(options, name):
-            raise ValueError(f"--{name} is missing: expected {what}")
     if options.split not in ("train", "validation", "all"):
         raise ValueError(f"--split is {options.split!r}: expected train, validation or all")
     if options.concurrency < 1:
@@ -132,8 +112,8 @@ def take_baselines(options: EvaluateArguments, base: bool) -> None:
 
 def check_workflow(options: EvaluateArguments) -> None:
     """Raise ValueError for a workflow that does not exist, or one without the gates that an option is about."""
-    if options.workflow not in ("gated", "memagent"):
-        raise ValueError(f"--workflow is {options.workflow!r}: expected gated or memagent")
+    if options.workflow == "single_turn":
+        raise ValueError("--workflow is 'single_turn': expected gated, memagent, or a dotted path; it reads no corpus")
     if options.workflow != "gated" and (options.ignore_exit or options.trivial_policies or options.compare_ungated):
         raise ValueError(
             "--ignore_exit, --compare_ungated and --trivial_policies are about gates, which --workflow "
@@ -199,3 +179,97 @@ def engines(
     ends = eos_ids(tokenizer, generation_config(served.weights))
     names = {False: options.model} | ({True: served.base} if options.compare_base else {})
     return {base: connect(server, str(name), tokenizer, config, ends, options.api) for base, name in names.items()}
+
+
+def hold_and_evaluate(options: EvaluateArguments) -> int:
+    """Check the options, then evaluate with an output file that is held."""
+    with contextlib.ExitStack() as stack:
+        with setting_up():
+            find_adapter(options)
+            check_options(options)
+            if PartialState().is_main_process:
+                stack.enter_context(held_file(Path(options.output), "--output"))
+            for folder in (options.model, options.adapter):
+                if Path(folder or "").is_dir() and folder:
+                    prove(folder)
+        return evaluate(options)
+
+
+def evaluate(options: EvaluateArguments) -> int:
+    """Evaluate every policy asked for, print the tables, write the JSON file."""
+    console = make_console()
+    console.quiet = not PartialState().is_main_process
+    with setting_up():
+        server = None
+        if options.base_url is not None:
+            server = Server(options.base_url, patience=PATIENCE, connections=options.concurrency)
+        served = Served.find(server, options.model) if server else None
+        options.adapter = options.adapter or (served.adapter_folder if served else None)
+        taken = resolve(options, DEFAULTS, options.adapter)
+        take_baselines(options, base=bool(served.base if served else options.adapter))
+        check_workflow(options)
+        rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
+        turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
+        tokenizer = load_tokenizer(
+            options.tokenizer or (served.tokenizer if served else options.model), options.revision
+        )
+        config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
+        check_weights(config, [reward_name(f) for f in rewards], [reward_name(f) for f in turn_rewards])
+        fraction: Any = options.validation_fraction
+        seed: Any = options.split_seed
+        corpus = read_corpus(options.corpus, fraction, seed, tokenizer, config.chunk_size)
+        data = concatenate_datasets(list(corpus.values())) if options.split == "all" else corpus[options.split]
+        rows = list(sample_rows(data, options.rows, seed))
+        if not options.allow_overlap:
+            check_held_out(rows, options.adapter)
+        sampling: dict[bool, Any] = {}
+        model: Any = None
+        if served is not None and server is not None:
+            sampling = engines(options, served, server, tokenizer, config)
+            config.max_prompt_length = min(engine.prompt_limit for engine in sampling.values())
+        else:
+            model = load(options, config)
+        name = "adapter" if (served.base if served else options.adapter) else "model"
+        chosen = policies(options, name)
+        for workflow, _ in chosen.values():
+            workflow.bind(tokenizer, config)
+        for label in (name, UNGATED):  # the others' prompts are those of the first
+            if label in chosen:
+                check_rows(chosen[label][0], rows, options.split, config, model)
+    console.print(sources_table(taken))
+    if DOCUMENT in chosen:
+        try:
+            check_rows(chosen[DOCUMENT][0], rows, options.split, config, model)
+        except ValueError as error:
+            console.print(f"{DOCUMENT}: left out, {str(error).splitlines()[0]}", highlight=False, markup=False)
+            del chosen[DOCUMENT]
+    try_rewards(rows[0], options.members, chosen[name][0], tokenizer, config, rewards, turn_rewards)
+    results: dict[str, Evaluation] = {}
+    for label, (workflow, base) in chosen.items():
+        reads = {"members": options.members, "label": label, "engine": sampling.get(base)}
+        with model.disable_adapter() if base and model is not None else contextlib.nullcontext():
+            results[label] = evaluate_policy(model, tokenizer, workflow, rows, config, rewards, turn_rewards, **reads)
+        console.print(f"{label}: {len(rows)} rows in {results[label].seconds:.1f} seconds", highlight=False)
+    gains = {label: paired_difference(other, results[name]) for label, other in results.items() if label != name}
+    shown = {label: results[label] for label in ("base", name) if label in results}
+    console.print(metrics_table(shown, gains.get("base")))
+    title = f"{options.split}: {len(rows)} rows x {options.members}, 95% intervals"
+    console.print(policies_table(results, title, name, gains))
+    report = {
+        "options": vars(options),
+        "corpus_digest": corpus_digest(options.corpus),
+        "rows": len(rows),
+        "policies": {label: evaluation.summary() for label, evaluation in results.items()},
+        **{f"{name}_minus_{label.replace(' ', '_')}": gain for label, gain in gains.items()},
+        "taken_from": {option: source for option, (_, source) in taken.items()},
+    }
+    if PartialState().is_main_process:
+        with writing(options.output, "What it would say stands in the tables above; the same command evaluates again"):
+            write_json(Path(options.output), finite(report))
+        if options.trajectories is not None:
+            names = ([reward_name(function) for function in functions] for functions in (rewards, turn_rewards))
+            with writing(options.trajectories, f"{options.output} is whole; the same command evaluates again"):
+                write_trajectories(Path(options.trajectories), results, *names)
+    written = [path for path in (options.output, options.trajectories) if path is not None]
+    console.print(f"wrote {' and '.join(written)}", highlight=False)
+    return 0

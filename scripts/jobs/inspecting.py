@@ -1,15 +1,16 @@
 """What inspect_group.py does: one group, one update, and tables of both."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from arguments.commands import InspectArguments, UpdateArguments
 from lib.adapters import new_adapter_config
-from lib.loading import load_model, load_tokenizer, read_corpus
+from lib.loading import load_model, read_corpus
 from lib.lookup import make_workflow
-from lib.options import option
 from lib.schedule import adamw
+from lib.tokenizing import load_tokenizer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,39 +37,6 @@ TURN = "member step text finish_reason length reward turn_rewards advantage befo
 
 
 TOKEN = "text id behavior before after ratio clip_active exact_kl".split()
-
-
-@dataclass
-class InspectArguments:
-    """Which problem, what stands in for its rewards, and what is shown."""
-
-    row: str = option("0", "Id of the train row, or its number from 0.")
-    rewards: list[float] | None = option(None, "One number per response in place of the rewards.")
-    data_seed: int | None = option(None, "Seed of the problems or of the split by project; --seed when left out.")
-    workflow: str = option("single_turn", "single_turn (stock problems) or gated (a corpus).")
-    corpus: str | None = option(None, "Corpus file of the workflow gated.")
-    layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
-    instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
-    tokens: bool = option(False, "Show every token too.")
-    json: str | None = option(None, "Write everything as JSON to this file.")
-
-
-@dataclass
-class UpdateArguments:
-    """How the group is sampled and the update made; the defaults are the laboratory's."""
-
-    num_generations: int = option(4, "Responses of the group, >= 2.")
-    learning_rate: float = option(1e-6, "Peak learning rate of the run whose first update this is.")
-    updates: int = option(200, "Updates of that run: its schedule gives the first one's rate, a 20th of the peak.")
-    beta: float = option(0.02, "Coefficient of the exact KL to the policy as it was.")
-    weight_decay: float = option(0.01, "Weight decay of AdamW.")
-    loss_type: str = option("grpo", "grpo, group or dapo.")
-    scale_rewards: str = option("group", "none, group or batch.")
-    max_prompt_length: int = option(256, "Longest prompt in tokens.")
-    max_completion_length: int = option(64, "Longest response in tokens.")
-    seed: int = option(0, "Seed of the sampling noise.")
-    chunk_size: int = option(5000, "Tokens per chunk where the corpus holds whole documents.")
-    max_memory_tokens: int = option(1024, "A memory longer than this is cut.")
 
 
 class BeforeAndAfter(TrainerCallback):

@@ -6,43 +6,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lib.loading import generation_config, load_tokenizer
+from arguments.commands import ReadArguments
 from lib.lookup import make_workflow
-from lib.options import OF_A_WORKFLOW, ReadingOptions, evaluation_config, option, reading_defaults, resolve
+from lib.options import OF_A_WORKFLOW, evaluation_config, reading_config, reading_defaults, resolve
 from lib.running import INTERRUPTED
 from lib.served import PATIENCE, Served
+from lib.tokenizing import generation_config, load_tokenizer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
 from turngrpo.data_prep.chunking import chunk_document
-from turngrpo.trainer.checks import check_rows
-from turngrpo.trainer.evaluation.evaluate import eos_ids
+from turngrpo.trainer.reading.chat_format import eos_ids
 from turngrpo.trainer.reading.gates import INITIAL_MEMORY
 from turngrpo.trainer.reading.rollout import Turn, collect
-from turngrpo.trainer.sampling.chat_engine import connect
-from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError
-from turngrpo.trainer.sampling.vllm_engine import VllmEngine
+from turngrpo.trainer.sampling.chat_engine import ChatEngine, connect
+from turngrpo.trainer.sampling.server import RefusedRequest, Server, ServerError, in_short
 from turngrpo.trainer.showing import visible
 
 DEFAULTS = reading_defaults()
 CONFIG = [name for name in DEFAULTS if name not in ("workflow", *OF_A_WORKFLOW)]
-
-
-@dataclass
-class ReadArguments(ReadingOptions):
-    """What to read with whom, and how."""
-
-    base_url: str = option(None, "OpenAI-compatible server, as in http://localhost:8000.")
-    model: str = option(None, "Name of the served adapter or model.")
-    document: str = option(None, "File to read: text, Markdown, code, or PDF where pypdf is installed.")
-    question: str = option(None, "What to answer.")
-    json: bool = option(False, "Print one JSON object with answer and trace, and nothing else.")
-    ignore_exit: bool = option(False, "Read to the end whatever the exit gate says.")
-    api: str = option("auto", "How to ask: completions (token ids), chat (text), or auto.")
-    adapter: str | None = option(None, "Adapter folder whose manifest gives options left out.")
-    tokenizer: str | None = option(None, "Tokenizer folder or name; that of the served model when left out.")
-    answer_timeout: float = option(600.0, "Seconds that the server may take for one turn, > 0.")
 
 
 class Watched:
@@ -116,17 +99,29 @@ def describe(state: Any, turn: Turn, seconds: float) -> dict[str, Any]:
 
 
 def show(console: Console, entry: dict[str, Any], chunks: int) -> None:
-    """Print the gates of one chunk turn, and the memory where it was written."""
+    """Print the gates of one chunk turn, and the memory where it was written; of an unparsed turn its reply."""
     if entry["chunk"] is None:
+        if not entry["parsed"]:
+            show_reply(console, "[bold]answer turn[/]  [red]unparsed[/]", entry)
         return
     if not entry["parsed"]:
         gates = f"[red]unparsed[/] ({entry['finish_reason']}), memory kept"
     else:
         check, leaves = "[green]yes[/]" if entry["check"] else "no", "[yellow]end[/]" if entry["exit"] else "continue"
         gates = f"update {check}  next {leaves}"
-    console.print(f"[bold]chunk {entry['chunk']}/{chunks}[/]  {gates}  memory {entry['memory_tokens']} tokens")
+    line = f"[bold]chunk {entry['chunk']}/{chunks}[/]  {gates}  memory {entry['memory_tokens']} tokens"
+    if not entry["parsed"]:
+        show_reply(console, line, entry)
+        return
+    console.print(line)
     if entry["check"]:
         console.print(f"  {escape(visible(entry['memory']))}", style="cyan", highlight=False)
+
+
+def show_reply(console: Console, line: str, entry: dict[str, Any]) -> None:
+    """Print a line and below it the beginning of the reply, as one line without control characters."""
+    console.print(line)
+    console.print(f"  {escape(in_short(entry['text']) or '(nothing)')}", style="dim", highlight=False)
 
 
 @dataclass
@@ -142,32 +137,27 @@ class Reading:
 
     @classmethod
     def prepare(cls, options: ReadArguments) -> "Reading":
-        """Check file, server, model and lengths; ValueError or ServerError says what is wrong."""
-        expected = {
-            "base_url": "a server, as in http://localhost:8000",
-            "model": "the name under which the server lists the adapter or model",
-            "document": "a file to read",
-            "question": "what to answer",
-        }
-        for name, what in expected.items():
-            if not (getattr(options, name) or "").strip():
-                raise ValueError(f"--{name} is missing: expected {what}")
+        """Check file, model or server, and lengths; ValueError or ServerError says what is wrong."""
         if not Path(options.document).is_file():
             raise ValueError(f"--document is {options.document!r}: no such file")
         text = read_text(options.document)
-        server = Server(options.base_url, patience=PATIENCE, answer_timeout=options.answer_timeout)
-        served = Served.find(server, options.model)
-        taken = resolve(options, DEFAULTS, options.adapter or served.adapter_folder)
-        tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
-        config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
-        ends = eos_ids(tokenizer, generation_config(served.weights))
-        engine = connect(server, options.model, tokenizer, config, ends, options.api)
-        config.max_prompt_length = engine.prompt_limit
+        config, tokenizer, engine, taken = _served(options) if options.base_url else _loaded(options)
         chunks = [{"text": chunk["text"]} for chunk in chunk_document(text, [], tokenizer, config.chunk_size)]
         row = {"id": options.document, "question": options.question, "answers": [], "chunks": chunks}
         reading = cls(options, config, tokenizer, engine, row, taken)
-        check_rows(reading.workflow(lambda state, turn: None), [row], "document", config)
+        reading.check_length()
         return reading
+
+    def check_length(self) -> None:
+        """Raise ValueError where a prompt of the document cannot fit; without a bound it is seen turn by turn."""
+        bound = getattr(self.workflow(lambda state, turn: None), "max_prompt_tokens", None)
+        longest, limit = bound(self.row) if bound else 0, self.config.max_prompt_length
+        if longest > limit:
+            raise ValueError(
+                f"{self.options.document} needs prompts of up to {longest} tokens and cannot fit in {limit} prompt "
+                "tokens (--max_prompt_length, and what the model takes beside --max_completion_length): lower "
+                "--chunk_size or --max_memory_tokens, or raise the limit"
+            )
 
     def workflow(self, on_turn: Callable[[Any, Turn], None]) -> Watched:
         """Return a bound workflow."""
@@ -179,6 +169,13 @@ class Reading:
         workflow.bind(self.tokenizer, self.config)
         return workflow
 
+    @property
+    def api(self) -> str | None:
+        """How the model is asked, None for one in this process."""
+        if self.options.base_url is None:
+            return None
+        return "chat" if isinstance(self.engine, ChatEngine) else "completions"
+
     def report(self, trace: list[dict[str, Any]], answer: str | None, seconds: float, **ended: Any) -> dict[str, Any]:
         """Return what --json prints."""
         last = trace[-1] if trace else {"memory": INITIAL_MEMORY}
@@ -186,7 +183,7 @@ class Reading:
             "document": self.options.document,
             "question": self.options.question,
             "model": self.options.model,
-            "api": "completions" if isinstance(self.engine, VllmEngine) else "chat",
+            "api": self.api,
             "answer": answer,
             "memory": last["memory"],
             "chunks": len(self.row["chunks"]),
@@ -195,6 +192,40 @@ class Reading:
             **ended,
             "turns": trace,
         }
+
+
+def _served(options: ReadArguments) -> tuple[Any, Any, Any, dict[str, tuple[Any, str]]]:
+    """Return config, tokenizer, engine and where the options come from, of a model that a server has loaded."""
+    server = Server(str(options.base_url), patience=PATIENCE, answer_timeout=options.answer_timeout)
+    served = Served.find(server, options.model)
+    taken = resolve(options, DEFAULTS, options.adapter or served.adapter_folder)
+    tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
+    config = reading_config(**{name: getattr(options, name) for name in CONFIG})
+    ends = eos_ids(tokenizer, generation_config(served.weights))
+    engine = connect(server, options.model, tokenizer, config, ends, options.api)
+    config.max_prompt_length = engine.prompt_limit
+    return config, tokenizer, engine, taken
+
+
+def _loaded(options: ReadArguments) -> tuple[Any, Any, Any, dict[str, tuple[Any, str]]]:
+    """Return the same of a model that is loaded here, which takes torch."""
+    from jobs.evaluating import find_adapter, load
+
+    from turngrpo.trainer.evaluation.evaluate import own_engine
+    from turngrpo.trainer.forward.policy import Policy
+
+    find_adapter(options)
+    taken = resolve(options, DEFAULTS, options.adapter)
+    tokenizer = load_tokenizer(options.tokenizer or options.model, options.revision)
+    config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
+    model = load(options, config)
+    model.eval()
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None:
+        config.max_prompt_length = min(config.max_prompt_length, positions - (config.max_completion_length or 0))
+    engine = own_engine(Policy(model), tokenizer, config)
+    engine.refresh()
+    return config, tokenizer, engine, taken
 
 
 def read(reading: Reading, console: Console) -> tuple[dict[str, Any], int]:

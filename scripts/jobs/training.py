@@ -6,22 +6,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from arguments.commands import TrainArguments
 from datasets import load_dataset
 from jobs.gpu_memory import memory_parts, memory_table, model_sizes
 from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
 from lib.adapters import new_adapter_config
-from lib.loading import check_adapter, empty_model, load_model, load_tokenizer, lora_of, read_corpus, sample_rows
+from lib.loading import check_adapter, empty_model, load_model, lora_of, read_corpus, sample_rows
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
-from lib.options import OF_A_WORKFLOW, option
+from lib.options import OF_A_WORKFLOW
 from lib.reporting import RunLog, policies_table, write_curves
 from lib.running import setting_up
+from lib.tokenizing import load_tokenizer
 from peft import get_peft_model_state_dict
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from transformers import PrinterCallback, ProgressCallback
-from trl import ModelConfig, ScriptArguments
+from trl import ModelConfig
 
 from turngrpo.data_prep import corpus_facts
 from turngrpo.data_prep.corpus import project_digest
@@ -37,28 +39,6 @@ from turngrpo.trainer.sampling.vllm_engine import check_servers
 from turngrpo.trainer.writing import going_on, writing
 
 LOOKED_AT = 200  # rows whose chunks are measured: enough to know how a corpus was cut
-
-
-@dataclass
-class TrainArguments(ScriptArguments):
-    """What to read, how, and what is rewarded; the dataset options of trl serve the workflow single_turn."""
-
-    corpus: str | None = option(None, "Corpus file (JSON Lines with a manifest line).")
-    validation_fraction: float = option(0.1, "Share of the projects that are held out for validation.")
-    split_seed: int = option(0, "Seed of the split by project.")
-    workflow: str = option("gated", "gated, memagent or single_turn.")
-    layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
-    instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
-    strict_format: bool | None = option(None, "Reward an unparsed trajectory 0; true for gated.")
-    exit_gate: bool | None = option(None, "Stop where the exit gate says so; true for gated.")
-    reward_funcs: list[str] | None = option(None, "Trajectory rewards by short name or dotted path.")
-    turn_reward_funcs: list[str] | None = option(None, "Turn rewards by short name or dotted path.")
-    validation_rows: int | None = option(None, "Evaluate on a sample of so many validation rows; all when left out.")
-    validation_members: int = option(1, "Readings of every validation row, >= 1.")
-    adapter_name: str | None = option(None, "Name of the exported adapter; the output directory's when left out.")
-    quickstart: bool = option(False, "Make the needle corpus and the tiny warm-started model first.")
-    threads: int | None = option(None, "CPU threads of torch; torch's own choice when left out.")
-    dry_run: bool = option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
 
 
 @dataclass
@@ -90,8 +70,9 @@ def prepare(
     options: TrainArguments, config: TurnGRPOConfig, model_options: ModelConfig, console: Console, folder: Path
 ) -> Run:
     """Check everything that can be checked before a model is loaded; `folder` takes the quickstart's start."""
-    if options.workflow == "gated" and options.reward_funcs is None and options.turn_reward_funcs is None:
-        options.reward_funcs, options.turn_reward_funcs = list(GATED_REWARDS), list(TURN_REWARDS)
+    if options.workflow == "gated":
+        options.reward_funcs = options.reward_funcs or list(GATED_REWARDS)
+        options.turn_reward_funcs = options.turn_reward_funcs or list(TURN_REWARDS)
     rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
     turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
     if not rewards:
@@ -152,9 +133,12 @@ def quickstart(
 
 def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -> tuple[Any, Any]:
     """Return training rows, and the rows to evaluate on or None."""
-    if options.workflow == "single_turn":
-        if options.dataset_name is None or options.corpus is not None:
-            raise ValueError("--workflow single_turn reads prompts: give --dataset_name, and leave --corpus out")
+    if options.workflow == "single_turn" and options.corpus is not None:
+        raise ValueError("--workflow single_turn reads prompts: give --dataset_name, and leave --corpus out")
+    both = options.corpus is not None and options.dataset_name is not None
+    if both or (options.dataset_name is not None and options.workflow in ("gated", "memagent")):
+        raise ValueError(f"--workflow {options.workflow} reads a corpus: give --corpus, and leave --dataset_name out")
+    if options.dataset_name is not None:
         if Path(options.dataset_name).is_file():
             data = load_dataset("json", data_files=options.dataset_name)
         else:
@@ -163,12 +147,8 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
             raise ValueError(f"--dataset_train_split is {options.dataset_train_split!r}: expected one of {list(data)}")
         train, validation = data[options.dataset_train_split], data.get(options.dataset_test_split)
     else:
-        if options.corpus is None or options.dataset_name is not None:
-            raise ValueError(
-                f"--workflow {options.workflow} reads a corpus: give --corpus, and leave --dataset_name out"
-            )
         data = read_corpus(
-            options.corpus, options.validation_fraction, options.split_seed, tokenizer, config.chunk_size
+            str(options.corpus), options.validation_fraction, options.split_seed, tokenizer, config.chunk_size
         )
         train, validation = data["train"], data["validation"]
     return train, validation and sample_rows(validation, options.validation_rows, options.split_seed)
@@ -183,13 +163,14 @@ def memory(run: Run) -> Table:
 
 def dry_run(run: Run) -> None:
     """Print what a run would read and need."""
-    longest = max(run.workflow.max_prompt_tokens(row) for row in run.train)
+    bound = getattr(run.workflow, "max_prompt_tokens", None)
+    longest = f"up to {max(map(bound, run.train))} tokens" if bound else "known turn by turn"
     config = run.config
     per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps
     table = Table("checked", "found")
     rows = "none" if run.validation is None else f"{len(run.validation)}"
     table.add_row("rows", f"{len(run.train)} train, {rows} validation")
-    table.add_row("longest prompt", f"up to {longest} tokens (limit {config.max_prompt_length})")
+    table.add_row("longest prompt", f"{longest} (limit {config.max_prompt_length})")
     table.add_row("an update", f"{per_update} trajectories in groups of {config.num_generations}")
     table.add_row("rewards", ", ".join(f.__name__ for f in [*run.rewards, *run.turn_rewards]))
     run.console.print(table)

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jobs.quickstart import tiny_model, train_tokenizer
-from lib.loading import load_model, load_tokenizer
+from lib.loading import load_model
 from lib.output import write_json
+from lib.tokenizing import load_tokenizer
 from trl import ModelConfig
 
 from turngrpo.data_prep import stock_arithmetic

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from lib.loading import load_model, load_tokenizer
+from lib.loading import load_model
 from lib.output import write_json
 from lib.reporting import RunLog, make_console
 from lib.schedule import adamw
+from lib.tokenizing import load_tokenizer
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, SFTConfig

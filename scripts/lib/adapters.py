@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lib.options import option
 from peft import PeftConfig, PeftModel
 from trl import ModelConfig, get_peft_config
 
@@ -23,15 +22,6 @@ LORA_OPTIONS = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
-
-
-@dataclass
-class ModelOptions(ModelConfig):
-    """trl's ModelConfig, whose LoRA options say whether they were given."""
-
-    lora_r: int | None = option(None, "LoRA rank; 16, or the one of the adapter that is gone on with.")  # type: ignore[assignment]
-    lora_alpha: int | None = option(None, "LoRA alpha; 32, or the one of the adapter that is gone on with.")  # type: ignore[assignment]
-    lora_dropout: float | None = option(None, "LoRA dropout; 0.05, or the one of the adapter that is gone on with.")  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)

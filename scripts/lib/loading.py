@@ -1,4 +1,4 @@
-"""Corpora, tokenizers and models by name, checked."""
+"""Corpora and models by name, checked."""
 
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 from trl import ModelConfig
 
@@ -38,29 +35,6 @@ def sample_rows(data: Any, count: int | None, seed: int) -> Any:
             f"a sample of {count} rows was asked for: expected 1 or more, or all of them by leaving it out"
         )
     return data.shuffle(seed=seed).select(range(count))
-
-
-def load_tokenizer(name: str | None, revision: str = "main") -> PreTrainedTokenizerBase:
-    """Load a tokenizer with a pad token; ValueError where no model was named."""
-    if name is None:
-        raise ValueError("--model_name_or_path is missing: expected a model's folder or its name on the Hub")
-    if not Path(name).is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ValueError(f"found no folder {name!r}: expected a model's folder or its name on the Hub")
-    if not Path(name, "tokenizer_config.json").is_file():
-        name = weights_of(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no tokenizer can be loaded from {name!r}: expected a model's folder or its name on the Hub\n{error}"
-        ) from error
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer of {name!r} has no EOS token, which ends a turn: set its eos_token and save it"
-        )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
 
 
 def load_model(options: ModelConfig) -> Any:
@@ -127,13 +101,3 @@ def check_adapter(model: PreTrainedModel, lora: Any) -> None:
     """Raise ValueError for a LoRA that does not fit a model, which is changed; one without weights will do."""
     if lora is not None:
         get_peft_model(model, lora)
-
-
-def generation_config(name: str | None) -> GenerationConfig | None:
-    """Return the generation config of a model's folder or name, where it has one: it names more ends of text."""
-    if name is None:
-        return None
-    try:
-        return GenerationConfig.from_pretrained(name)
-    except (OSError, ValueError):  # no such folder or name, or none that could be one
-        return None

@@ -1,33 +1,67 @@
 """Options of the command line and of --config, and where those that were left out come from."""
 
+import argparse
 import difflib
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
-from accelerate.utils import parse_flag_from_env
+from arguments.help_page import help_page, own_options, whole_help
 from rich.markup import escape
 from rich.table import Table
 from trl import TrlParser
 
-from turngrpo.data_prep.corpus import project_digest
-from turngrpo.trainer.config import PAPER_VALUES, TurnGRPOConfig
-from turngrpo.trainer.export.versions import MANIFEST, RUN_FILE
-from turngrpo.trainer.files import read_json
+from turngrpo.trainer.files import MANIFEST, RUN_FILE, read_json
+from turngrpo.trainer.reading.limits import ReadingConfig
+
+if TYPE_CHECKING:
+    from turngrpo.trainer.config import TurnGRPOConfig
 
 
-def parse_options(kinds: Sequence[Any], arguments: Sequence[str] | None = None) -> tuple[Any, ...]:
+class Parser(TrlParser):
+    """TrlParser whose --help is a page, and --help_all all of it; `hidden` options, which are refused, are in neither.
+
+    The classes of options may have a method `needs`, which returns what must be given by name, and what is expected.
+    """
+
+    def __init__(self, kinds: Sequence[Any], doc: str, hidden: Collection[str]):
+        super().__init__(list(kinds), usage="%(prog)s [--OPTION VALUE ...]", add_help=False)
+        required = {name for kind in kinds if hasattr(kind, "needs") for name in kind().needs()}
+        told = {"doc": doc, "own": own_options(kinds), "required": required, "hidden": hidden}
+        for names, write in ((("-h", "--help"), help_page), (("--help_all",), whole_help)):
+            self.add_argument(*names, action=Show, write=partial(self._written, write, told))
+
+    def _written(self, write: Callable[..., str], told: Mapping[str, Any]) -> str:
+        return write(self.format_usage(), self._actions, **told)
+
+
+class Show(argparse.Action):
+    """Prints what `write` returns and ends the program."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, write: Callable[[], str]):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS)
+        self.write = write
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(self.write())
+        parser.exit()
+
+
+def parse_options(
+    kinds: Sequence[Any], arguments: Sequence[str] | None = None, doc: str | None = "", hidden: Collection[str] = ()
+) -> tuple[Any, ...]:
     """Parse the command line and the YAML file of --config; without an accelerator the defaults are a CPU's.
 
-    Raises ValueError for names that are no option, with the nearest one that is.
+    `doc` is the docstring of the command, `hidden` are options that its help leaves out. Raises ValueError for names
+    that are no option, with the nearest one that is, and for options that are missing.
     """
-    parser = TrlParser(list(kinds), usage="%(prog)s [--OPTION VALUE ...]  (--help lists the options)")
-    if parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available():
+    parser = Parser(kinds, doc or "", hidden)
+    if any(one.name == "use_cpu" for kind in kinds for one in fields(kind)) and _is_without_accelerator():
         parser.set_defaults_with_config(use_cpu=True, bf16=False)
     try:
         *parsed, in_file, given = parser.parse_args_and_config(
@@ -43,7 +77,24 @@ def parse_options(kinds: Sequence[Any], arguments: Sequence[str] | None = None) 
         faults.append(f"{name} is no option{where}: {f'did you mean {near[0]}?' if near else '--help lists them'}")
     if faults:
         raise ValueError("\n".join(faults))
+    check_given(parsed)
     return tuple(parsed)
+
+
+def check_given(parsed: Sequence[Any]) -> None:
+    """Raise one ValueError that names every option which is missing."""
+    values = {name: value for one in parsed for name, value in vars(one).items()}
+    needed = {name: what for one in parsed if hasattr(one, "needs") for name, what in one.needs().items()}
+    missing = [name for name in needed if values[name] is None or not str(values[name]).strip()]
+    if missing:
+        raise ValueError("\n".join(f"--{name} is missing: expected {needed[name]}" for name in missing))
+
+
+def _is_without_accelerator() -> bool:
+    import torch  # which the options of a training have brought already
+    from accelerate.utils import parse_flag_from_env
+
+    return bool(parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available())
 
 
 def option(default: Any, text: str) -> Any:
@@ -55,7 +106,7 @@ def option(default: Any, text: str) -> Any:
 class ReadingOptions:
     """How a served or loaded model reads; what is left out is that of the adapter's training, see `resolve`."""
 
-    workflow: str | None = option(None, "gated or memagent; gated.")
+    workflow: str | None = option(None, "gated, memagent, or a class or instance as my_module.Workflow; gated.")
     layout: str | None = option(None, "chunk_first or memory_first; the workflow's own when left out.")
     instruction: str | None = option(None, "Instruction of chunk turns; the workflow's own when left out.")
     strict_format: bool | None = option(None, "Reward an unparsed trajectory 0; true for gated.")
@@ -76,8 +127,8 @@ OF_A_WORKFLOW = ("layout", "instruction", "strict_format", "exit_gate")  # which
 
 
 def reading_defaults(**more: Any) -> dict[str, Any]:
-    """Return the defaults of ReadingOptions: TurnGRPOConfig's, the paper's where that has others, and `more`."""
-    defaults = {one.name: one.default for one in fields(TurnGRPOConfig)} | PAPER_VALUES | {"workflow": "gated"}
+    """Return the defaults of ReadingOptions: ReadingConfig's, and `more`."""
+    defaults = {one.name: one.default for one in fields(ReadingConfig)} | {"workflow": "gated"}
     return {one.name: defaults.get(one.name) for one in fields(ReadingOptions)} | more
 
 
@@ -90,7 +141,10 @@ def trained_with(folder: str | None) -> tuple[dict[str, Any], str | None]:
         path = Path(folder or "", name)
         if folder is not None and path.is_file():
             config = read_json(path).get("config") or {}
-            found = {**config.get("trainer", {}), **config.get("script", {}), **config.get("reading", {})}
+            script = config.get("script", {})
+            found = {**config.get("trainer", {}), **script, **config.get("reading", {})}
+            if "." in (script.get("workflow") or ""):  # by its path: the reading knows the name of its class alone
+                found["workflow"] = script["workflow"]
             return {key: value for key, value in found.items() if value is not None}, str(path)
     return {}, None
 
@@ -133,6 +187,8 @@ def sources_table(taken: Mapping[str, tuple[Any, str]]) -> Table:
 
 def check_held_out(rows: Sequence[Mapping[str, Any]], folder: str | None) -> None:
     """Refuse rows of projects that the adapter in `folder` was trained on, where the file beside it says on which."""
+    from turngrpo.data_prep.corpus import project_digest  # which brings datasets
+
     known, file = trained_with(folder)
     trained = set(known.get("train_projects") or [])
     shared = sorted({row["project"] for row in rows if project_digest(row["project"]) in trained})
@@ -157,8 +213,17 @@ def template_options(text: Any) -> dict[str, Any] | None:
     return found
 
 
-def evaluation_config(**values: Any) -> TurnGRPOConfig:
+def reading_config(**values: Any) -> ReadingConfig:
+    """Return what reading through a server needs of a config."""
+    return ReadingConfig(**values | {"chat_template_kwargs": template_options(values.get("chat_template_kwargs"))})
+
+
+def evaluation_config(**values: Any) -> "TurnGRPOConfig":
     """Return a config that only evaluates: nothing is written, no training precision is asked for."""
+    import torch
+
+    from turngrpo.trainer.config import TurnGRPOConfig
+
     if "chat_template_kwargs" in values:
         values["chat_template_kwargs"] = template_options(values["chat_template_kwargs"])
     fixed: dict[str, Any] = {"output_dir": "unused", "bf16": False, "gradient_checkpointing": False}

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from turngrpo.trainer.reward_calls import RewardError
-from turngrpo.trainer.runs.proof import ResumeError
+from turngrpo.trainer.faults import UserFault
 from turngrpo.trainer.sampling.server import ServerError
 from turngrpo.trainer.showing import visible
 from turngrpo.trainer.writing import FULL, WriteError, write_fault
@@ -27,7 +26,7 @@ def run_script(main: Callable[[], int]) -> None:
         status = main()
         sys.stdout.flush()
         sys.exit(status)
-    except (SetupError, ServerError, RewardError, ResumeError, WriteError) as error:
+    except (SetupError, ServerError, UserFault, WriteError) as error:
         fail(str(error))
     except Exception as error:
         reason = write_fault(error, FULL)

@@ -10,9 +10,10 @@ import pytest
 import sft
 import torch
 import train
+from arguments.commands import ModelOptions
 from jobs import quickstart
 from lib import loading, running
-from lib.adapters import Adapter, ModelOptions
+from lib.adapters import Adapter
 from peft import LoHaConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 import inspect_group
 import pytest
+from arguments.commands import InspectArguments, UpdateArguments
 from jobs import inspecting, quickstart
 from lib import options as options_module
 from lib import running
@@ -187,7 +188,7 @@ def test_a_gated_group_has_one_line_per_turn(tiny, tmp_path, capsys):
         (["--row", "-1"], "--row is '-1'"),
         (["--row", "train-0003"], "--row is 'train-0003'"),  # of the warm start
         (["--workflow", "memagent"], "expected gated with --corpus, or single_turn without"),
-        (["--workflow", "gated"], "'gated' without --corpus: expected gated with --corpus"),
+        (["--workflow", "gated"], "--corpus is missing: expected a corpus file"),
         (["--corpus", "corpus.jsonl"], "single_turn without"),
         (["--workflow", "gated", "--corpus", "absent.jsonl"], "no such file"),
         (["--layout", "chunk_first"], "belong to the workflows gated"),
@@ -211,7 +212,7 @@ def test_the_update_is_the_first_of_the_laboratorys(tiny, tmp_path):
     """Of 200 updates 20 warm up: the first has a 20th of the peak; AdamW decays norms too, as torch's does."""
     with TemporaryDirectory() as folder:
         options, sizes, model = options_module.parse_options(
-            [inspecting.InspectArguments, inspecting.UpdateArguments, ModelConfig], arguments(tiny)
+            [InspectArguments, UpdateArguments, ModelConfig], arguments(tiny)
         )
         trainer = inspecting.make_trainer(options, sizes, model, folder)
     assert trainer.lr_scheduler.get_last_lr() == [pytest.approx(1e-6 / 20)]

@@ -14,7 +14,7 @@ import pytest
 import sft
 import train
 from jobs import quickstart
-from lib import loading, lookup, reporting, running
+from lib import lookup, reporting, running, tokenizing
 from peft import LoraConfig, get_peft_model
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
@@ -318,7 +318,8 @@ def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
     losses = [log["loss"] for log in json.loads((folder / "sft.json").read_text())]
     assert losses[-1] < losses[0] - 0.5
     assert (
-        loading.load_tokenizer(str(folder))("<check>yes")["input_ids"] == tiny_tokenizer()("<check>yes")["input_ids"]
+        tokenizing.load_tokenizer(str(folder))("<check>yes")["input_ids"]
+        == tiny_tokenizer()("<check>yes")["input_ids"]
     )
     assert (folder / "model.safetensors").exists()
     left = {path.name for path in folder.iterdir()}

@@ -11,13 +11,16 @@ import pytest
 import read_document
 import torch
 import train
+from arguments.commands import ReadArguments
 from datasets import Dataset
 from jobs import quickstart
 from jobs import reading as reading_job
 from lib.options import evaluation_config
 from lib.running import SetupError
+from loaded import run
 from openai_server import serving
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from training import make_trainer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -141,6 +144,42 @@ def test_an_adapter_of_memagent_is_asked_as_memagent_asks(model, document, tmp_p
     assert asked[:2] == prompts[MemAgent] and asked[:2] != prompts[GatedMemory]
 
 
+def test_no_torch_is_imported_where_a_server_does_the_work(model, document):
+    with serving(model) as server:
+        shown, err, status, heavy = run("read_document", *arguments(server, document, "--json"))
+    assert (json.loads(shown)["answer"], status) == ("7", "0"), err
+    assert heavy == {"trl", "transformers"}
+
+
+def test_a_model_that_is_loaded_here_reads_as_the_served_one(model, document, capsys):
+    where = ["--model", str(model), "--document", str(document), "--question", "red?", *READING]
+    assert read_document.main([*where, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["answer"], report["memory"], report["api"]) == ("7", "the code is 7", None)
+    assert report["chunks_read"] == 1
+    # Two tokens are no reply: what was said is shown, and reading goes on.
+    assert read_document.main([*where, "--max_completion_length", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "chunk 4/4  unparsed (length), memory kept" in shown and shown.count("\n  <check>") == 4
+    assert "answer turn  unparsed" in shown and "none (no answer in" in shown
+    with pytest.raises(SetupError, match="cannot fit in 20 prompt tokens"):
+        read_document.main([*where, "--max_prompt_length", "20"])
+
+
+def test_an_unparsed_reply_is_short_and_safe_for_a_terminal(capsys):
+    entry = {
+        "chunk": 2,
+        "parsed": False,
+        "finish_reason": "eos",
+        "memory_tokens": 0,
+        "text": "\x1b[31m[red]a\nb" + " c" * 999,
+    }
+    reading_job.show(Console(width=150, highlight=False), entry | {"check": None}, 3)
+    shown = capsys.readouterr().out
+    assert "chunk 2/3  unparsed (eos)" in shown and "[31m[red]a b c c" in shown
+    assert "\x1b" not in shown and "..." in shown and len(shown) < 500
+
+
 def test_a_server_without_token_ids_is_asked_by_messages(model, document, capsys):
     with serving(model, token_ids=False, lists_models=False) as server:
         assert read_document.main(arguments(server, document, "--json")) == 0
@@ -180,7 +219,7 @@ def test_a_megabyte_is_cut_and_checked(model, tmp_path):
     path.write_text(TEXT * (1_000_000 // len(TEXT) + 1), encoding="utf-8")
     with serving(model, max_model_len=4096) as server:
         more = ["--chunk_size", "3000", "--max_prompt_length", "3500"]
-        (options,) = read_document.parse_options([reading_job.ReadArguments], arguments(server, path, *more))
+        (options,) = read_document.parse_options([ReadArguments], arguments(server, path, *more))
         reading = reading_job.Reading.prepare(options)
     chunks = reading.row["chunks"]
     assert "".join(chunk["text"] for chunk in chunks) == path.read_text(encoding="utf-8")
@@ -214,7 +253,7 @@ def test_utf_16_with_its_mark_is_text(tmp_path):
 def test_servers_that_cannot_read(model, document, monkeypatch):
     monkeypatch.setattr(reading_job, "PATIENCE", 0.5)
     with serving(model, max_model_len=60) as server:
-        with pytest.raises(SetupError, match="1 rows cannot fit in 44 prompt tokens"):
+        with pytest.raises(SetupError, match="needs prompts of up to .* and cannot fit in 44 prompt tokens"):
             read_document.main(arguments(server, document))
         with pytest.raises(SetupError, match="takes 60 tokens and a completion may have 80: no room"):
             read_document.main(arguments(server, document, "--max_completion_length", "80"))

@@ -29,6 +29,7 @@ from turngrpo.trainer.forward.scoring import Reference, Scorer
 from turngrpo.trainer.measuring.metrics import SHARES, balanced, rollout_metrics, scored_metrics, trajectory_measures
 from turngrpo.trainer.objective.iteration import ScoredRollout, score_rollout
 from turngrpo.trainer.processes import is_main_process, own_share
+from turngrpo.trainer.reading.chat_format import eos_ids
 from turngrpo.trainer.reading.rollout import (
     EVAL_ITERATION,
     Completion,
@@ -135,18 +136,7 @@ def evaluate_policy(
     policy = None if model is None else Policy(model, autocast)
     if engine is None:
         assert policy is not None
-        engine = TransformersEngine(
-            policy=policy,
-            eos_ids=eos_ids(tokenizer, policy.causal.generation_config),
-            pad_id=tokenizer.pad_token_id,
-            max_new_tokens=config.max_completion_length or 256,
-            max_prompt_length=config.max_prompt_length,
-            temperature=config.eval_temperature,
-            top_p=config.eval_top_p,
-            share_prefix=config.share_prefix,
-            rollout_batch_tokens=config.rollout_batch_tokens,
-        )
-        engine.verify()
+        engine = own_engine(policy, tokenizer, config)
     engine.refresh()
     started = time.perf_counter()
     repeated = [row for row in rows for _ in range(members)]
@@ -183,14 +173,21 @@ def evaluate_policy(
     )
 
 
-def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
-    """Return every id that ends a completion: the tokenizer's EOS and those the model declares."""
-    declared = getattr(generation_config, "eos_token_id", None)
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
-    ids = list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *declared) if token is not None))
-    if not ids:
-        raise ValueError("neither tokenizer nor model has an EOS token, which ends a turn: set tokenizer.eos_token")
-    return ids
+def own_engine(policy: Policy, tokenizer: Any, config: Any) -> TransformersEngine:
+    """Return an engine that samples from a model in this process with the config's evaluation sampling."""
+    engine = TransformersEngine(
+        policy=policy,
+        eos_ids=eos_ids(tokenizer, policy.causal.generation_config),
+        pad_id=tokenizer.pad_token_id,
+        max_new_tokens=config.max_completion_length or 256,
+        max_prompt_length=config.max_prompt_length,
+        temperature=config.eval_temperature,
+        top_p=config.eval_top_p,
+        share_prefix=config.share_prefix,
+        rollout_batch_tokens=config.rollout_batch_tokens,
+    )
+    engine.verify()
+    return engine
 
 
 class Silent:

@@ -27,12 +27,11 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from turngrpo.trainer.export.base_model import public_name
 from turngrpo.trainer.export.model_card import model_card
-from turngrpo.trainer.files import digests, locked, read_json, sync, sync_below
+from turngrpo.trainer.files import MANIFEST, RUN_FILE, digests, locked, read_json, sync, sync_below
 from turngrpo.trainer.forward.policy import TRAINED
 from turngrpo.trainer.writing import writing
 
 FORMAT, MERGED_FORMAT = "turngrpo-adapter/1", "turngrpo-merged/1"
-MANIFEST, RUN_FILE = "manifest.json", "turngrpo_run.json"
 WEIGHTS, CONFIG, TOKENIZER = "adapter_model.safetensors", "adapter_config.json", "tokenizer_config.json"
 LONGEST_NAME = 200  # bytes: file systems take 255, and some of them are for what is beside it
 NAME = re.compile(r"\w[\w .+-]*")

@@ -76,3 +76,13 @@ class ChatFormat:
         options = {"add_special_tokens": False, "split_special_tokens": True, "return_offsets_mapping": True}
         offsets = self.tokenizer(text, **options)["offset_mapping"]
         return offsets[token][0] if token < len(offsets) else len(text)
+
+
+def eos_ids(tokenizer: Any, generation_config: Any = None) -> list[int]:
+    """Return every id that ends a completion: the tokenizer's EOS and those the model declares."""
+    declared = getattr(generation_config, "eos_token_id", None)
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    ids = list(dict.fromkeys(token for token in (tokenizer.eos_token_id, *declared) if token is not None))
+    if not ids:
+        raise ValueError("neither tokenizer nor model has an EOS token, which ends a turn: set tokenizer.eos_token")
+    return ids

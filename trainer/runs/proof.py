@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from turngrpo.trainer.faults import UserFault
 from turngrpo.trainer.files import digests, read_json, sha256, sync_below
 
 PROOF, FORMAT = "turngrpo_checkpoint.json", "turngrpo-checkpoint/1"
@@ -27,7 +28,7 @@ PLAIN_TYPES: list[Any] = [
 ]
 
 
-class ResumeError(ValueError):
+class ResumeError(UserFault):
     """A checkpoint that this run cannot go on from."""
 
 
