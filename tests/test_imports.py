@@ -17,7 +17,7 @@ ORDER = """
     trainer             files awaiting processes
     data_prep           chunking corpus_format splits corpus code_facts code_corpus memagent needle world gold
     data_prep           world_corpus stock_arithmetic __init__
-    trainer/reading     __init__ gates chat_format rollout workflows
+    trainer/reading     __init__ gates chat_format rollout workflows trial
     rewards             answers gates stock __init__
     trainer/objective   __init__ advantages losses fused_head exact_kl iteration
     trainer/forward     __init__ policy batching joined_attention shared_prefix decoding scoring lora_layers support
@@ -55,6 +55,7 @@ LIGHT_MODULES = [
     "turngrpo.trainer.reading.gates",
     "turngrpo.trainer.reading.rollout",
     "turngrpo.trainer.reading.workflows",
+    "turngrpo.trainer.reading.trial",
     "turngrpo.trainer.sampling.server",
     "turngrpo.trainer.sampling.vllm_engine",
     "turngrpo.trainer.sampling.chat_engine",

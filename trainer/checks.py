@@ -360,6 +360,11 @@ def check_overlap(train: Any, evaluation: Mapping[str, Any], allowed: bool) -> N
                 )
 
 
+def first_row(dataset: Any) -> Any:
+    """Return the first row of a dataset or stream, None where there is none."""
+    return None if dataset is None else next(iter(dataset), None)
+
+
 def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any = None) -> None:
     """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
 

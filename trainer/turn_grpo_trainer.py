@@ -24,6 +24,7 @@ from turngrpo.trainer.checks import (
     check_rewards,
     check_rows,
     check_without_workflow,
+    first_row,
     showing_arguments_of,
 )
 from turngrpo.trainer.export.exporter import Exporter, is_private
@@ -63,6 +64,7 @@ from turngrpo.trainer.reading.rollout import (
     outline,
     rollout_progress,
 )
+from turngrpo.trainer.reading.trial import hand_over
 from turngrpo.trainer.reading.workflows import Workflow
 from turngrpo.trainer.reward_calls import (
     call_rewards,
@@ -141,7 +143,8 @@ class TurnGRPOTrainer(GRPOTrainer):
     def _set_up_workflow(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
         check_model(self.model, self.processing_class, self.beta, self.aux_loss_enabled)
         self._set_up_rewards(workflow, turn_reward_funcs)
-        workflow.bind(self._tokenizer, self.args)
+        with generators_kept():
+            hand_over(workflow, self._tokenizer, self.args, first_row(self.train_dataset))
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
             check_rows(workflow, dataset, name, self.args, self.model)
@@ -266,7 +269,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         sampled = engine.counts.total
         with self.update_log.timed("generation"), rollout_progress(label, len(rows), hidden) as on_turn:
             engine.refresh()
-            own = collect(self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn)
+            reads: Any = rows, groups, members, seed, iteration
+            own = collect(self.workflow, engine, self._tokenizer, *reads, on_turn, self.args.max_turns)
         self.update_log.add_cost("tokens/generation", engine.counts.total - sampled)
         with self.update_log.timed("rewards"):
             per_func, per_turn = self._call_rewards(own)

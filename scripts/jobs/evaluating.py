@@ -13,7 +13,7 @@ from lib.served import Served
 from peft import PeftConfig
 from trl import ModelConfig
 
-from turngrpo.trainer import MemAgent
+from turngrpo.trainer import MemAgent, TurnGRPOConfig
 from turngrpo.trainer.evaluation.evaluate import eos_ids
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.sampling.chat_engine import connect
@@ -36,6 +36,7 @@ class EvaluateArguments(ReadingOptions):
     concurrency: int = option(16, "Requests open at once, with --base_url; >= 1.")
     revision: str = option("main", "Revision of the model.")
     dtype: str = option("auto", "Precision of the weights: auto, float32, bfloat16 or float16.")
+    max_turns: int | None = option(None, "Turns of a reading; one that goes on after so many is an error; 1000.")
     split: str = option("validation", "validation or train.")
     validation_fraction: float | None = option(None, "Share of the projects that are held out; 0.1.")
     split_seed: int | None = option(None, "Seed of the split by project; 0.")
@@ -55,6 +56,7 @@ class EvaluateArguments(ReadingOptions):
 DEFAULTS = reading_defaults(
     validation_fraction=0.1,
     split_seed=0,
+    max_turns=TurnGRPOConfig.max_turns,
     reward_funcs=list(GATED_REWARDS),
     turn_reward_funcs=list(TURN_REWARDS),
     reward_weights=None,
@@ -62,7 +64,7 @@ DEFAULTS = reading_defaults(
 )
 CONFIG = (
     "chunk_size max_prompt_length max_completion_length max_memory_tokens eval_temperature eval_top_p eval_seed "
-    "chat_template_kwargs reward_weights turn_reward_weights"
+    "max_turns chat_template_kwargs reward_weights turn_reward_weights"
 ).split()
 
 

@@ -32,6 +32,7 @@ from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.export.hub import check_push
 from turngrpo.trainer.export.versions import MANIFEST, WEIGHTS, check_name, read_version
 from turngrpo.trainer.forward.policy import TRAINED, tensors_digest
+from turngrpo.trainer.reading.trial import hand_over
 from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.sampling.vllm_engine import check_servers
 
@@ -117,7 +118,7 @@ def prepare(
         seconds["warm start"] = time.perf_counter() - started
     tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
     train, validation = read_rows(options, config, tokenizer)
-    workflow.bind(tokenizer, config)
+    hand_over(workflow, tokenizer, config, train[0])
     run = Run(
         options, config, model_options, rewards, turn_rewards, workflow, tokenizer, train, validation, console, seconds
     )
