@@ -27,6 +27,7 @@ ORDER = """
     trainer             reward_calls
     trainer/measuring   __init__ metrics behavior_check update_log
     trainer/runs        __init__ proof identity fingerprint checkpoints resume ledger compare
+    trainer/runs        interruption
     trainer/export      __init__ model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates

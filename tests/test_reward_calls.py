@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from tiny import word_tokenizer
 
 from turngrpo.trainer.reading.rollout import Trajectory, Turn
 from turngrpo.trainer.reward_calls import RewardError, call_rewards, call_turn_rewards, reward_arguments
@@ -20,6 +21,7 @@ def reading(group, member, lengths):
     )
 
 
+TOKENIZER = word_tokenizer()
 TWO = {"completions": ["a", "b"]}
 
 
@@ -261,3 +263,36 @@ def test_an_end_that_is_not_marked_special_is_no_text():
     arguments = arguments_of([ended, cut])
     assert arguments["completions"] == ["5", "5 4"]  # "5 3" would show the end token
     assert arguments["completion_ids"] == [[5, 3], [5, 4]]
+
+
+# ---- columns ----
+
+
+def asks(prompts, answer, **columns):
+    return [0.0] * len(prompts)
+
+
+def takes_only(completions):
+    return [0.0] * len(completions)
+
+
+def has_a_default(completions, answer=None, *, level=1, **columns):
+    return [0.0] * len(completions)
+
+
+def test_columns_that_exist_are_named_where_one_does_not():
+    given = reward_arguments([reading(0, 0, [1])], TOKENIZER, None, None, None) | {
+        "question": ["q"],
+        "answers": [["a"]],
+    }
+    message = (
+        r"'asks' asks for answer, expected columns of the rows \(question, answers\) or one of prompts, completions, "
+        r"completion_ids, trajectories, trainer_state, log_extra, log_metric$"
+    )
+    with pytest.raises(RewardError, match=message):
+        call_rewards([has_a_default, asks], given)
+    with pytest.raises(RewardError, match=r"'takes_only' takes no answers, .*every reward function is given: end its"):
+        call_rewards([takes_only], given)
+    assert call_rewards([has_a_default], given).tolist() == [[0.0]]
+    with pytest.raises(RewardError, match="asks for answer"):
+        call_turn_rewards([asks], given["trajectories"], given)

@@ -37,7 +37,13 @@ from turngrpo.trainer.forward.scoring import Reference, Scorer, Scores
 from turngrpo.trainer.forward.whole_weights import engine_backward, local_leaves, whole_weights
 from turngrpo.trainer.measuring.behavior_check import behavior_gap, default_tolerance, describe_gap
 from turngrpo.trainer.measuring.metrics import trajectory_measures
-from turngrpo.trainer.measuring.update_log import CompletionLog, EvaluationLog, OptimizerTimer, UpdateLog
+from turngrpo.trainer.measuring.update_log import (
+    SHOWN_TURNS,
+    CompletionLog,
+    EvaluationLog,
+    OptimizerTimer,
+    UpdateLog,
+)
 from turngrpo.trainer.objective.iteration import (
     MicroBatch,
     ScoredRollout,
@@ -62,6 +68,7 @@ from turngrpo.trainer.reading.rollout import (
     Trajectory,
     collect,
     outline,
+    progress,
     rollout_progress,
 )
 from turngrpo.trainer.reading.trial import hand_over
@@ -177,6 +184,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             share_prefix=share_prefix,
             timed=self.update_log.timed,
             count=lambda name, tokens: self.update_log.add_cost(f"tokens/{name}", tokens),
+            bar=self._scoring_bar,
         )
         self.checkpoints = ExactCheckpoints(
             self, self._run_state, self._restore_run, self._run_facts, self._examine_run, self.args.allow_changed
@@ -263,14 +271,13 @@ class TurnGRPOTrainer(GRPOTrainer):
         """`before` global rows came earlier; those from `limit` on are repetitions that fill up a batch: dropped."""
         assert self.workflow is not None
         label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
-        hidden = bool(self.args.disable_tqdm) or not is_main_process()
         places = own_rows(len(rows), before)
         groups, members = [place // group_size for place in places], [place % group_size for place in places]
         sampled = engine.counts.total
-        with self.update_log.timed("generation"), rollout_progress(label, len(rows), hidden) as on_turn:
+        with self.update_log.timed("generation"), rollout_progress(label, len(rows), self._hides_bars) as on_turn:
             engine.refresh()
-            reads: Any = rows, groups, members, seed, iteration
-            own = collect(self.workflow, engine, self._tokenizer, *reads, on_turn, self.args.max_turns)
+            reads = {"on_turn": on_turn, "max_turns": self.args.max_turns}
+            own = collect(self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, **reads)
         self.update_log.add_cost("tokens/generation", engine.counts.total - sampled)
         with self.update_log.timed("rewards"):
             per_func, per_turn = self._call_rewards(own)
@@ -281,6 +288,15 @@ class TurnGRPOTrainer(GRPOTrainer):
             per_func, per_turn = per_func[: len(everyone)], per_turn[: sum(len(t.turns) for t in everyone)]
         options = self.args.advantage_options() | {"strict_format": self.workflow.strict_format, "own": share}
         return score_rollout(everyone, iteration, per_func, per_turn, **options)
+
+    @property
+    def _hides_bars(self) -> bool:
+        return bool(self.args.disable_tqdm) or not is_main_process()
+
+    def _scoring_bar(self, turns: int) -> contextlib.AbstractContextManager[Any]:
+        """A bar of the turns that are scored, and in training go backward too."""
+        label = "evaluation: scoring" if self._evaluation else f"update {self.state.global_step + 1}: optimisation"
+        return progress(label, turns, "turn", self._hides_bars)
 
     def _call_rewards(self, trajectories: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rewards (B, F) and turn rewards (N, F_turn) of the trajectories of all processes."""
@@ -453,13 +469,26 @@ class TurnGRPOTrainer(GRPOTrainer):
         """Hold the weights whole on every process, which ZeRO-3 and FSDP2 cut into parts; every process must enter."""
         return whole_weights(self.model, getattr(self, "deepspeed", None))
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as GRPOTrainer does; under a workflow a few turns are shown at the width that there is."""
+        if self.workflow is None or not self.log_completions:
+            return super().log(logs, start_time)
+        count, self.num_completions_to_print = self.num_completions_to_print, 0  # TRL prints the rest of the table
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.num_completions_to_print = count
+        if self.accelerator.is_main_process:
+            self.completion_log.show(self.state.global_step, SHOWN_TURNS if count is None else count)
+
     # ---- behavior check ----
 
     def _check_behavior(self, rollout: ScoredRollout) -> None:
         """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
         log = self.update_log
         count = lambda _, tokens: log.add_cost("tokens/behavior_check", tokens)  # noqa: E731
-        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
+        bar = lambda turns: progress("behavior check", turns, "turn", self._hides_bars)  # noqa: E731
+        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count, bar=bar)
         with evaluating(self.model), log.timed("behavior_check"):
             plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
             for rows, batch, scores in scorer.score(rollout.turns, plan):

@@ -1,6 +1,7 @@
 """How a script ends: its status, and what is the user's fault without a traceback."""
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ def run_script(main: Callable[[], int]) -> None:
 
     Ctrl-C ends with status 130.
     """
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing.* is deprecated", FutureWarning)  # trl's, peft's
     try:
         sys.exit(main())
     except (SetupError, ServerError, RewardError, ResumeError) as error:

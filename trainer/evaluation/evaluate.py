@@ -35,6 +35,7 @@ from turngrpo.trainer.reading.rollout import (
     TokenCounts,
     Trajectory,
     collect,
+    progress,
     rollout_progress,
 )
 from turngrpo.trainer.reading.trial import hand_over
@@ -247,7 +248,16 @@ def mean_kl(
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     keys = [(trajectory.group, number) for trajectory in trajectories for number in range(len(trajectory.turns))]
     limit = config.max_tokens_per_microbatch
-    scorer = Scorer(policy, pad_id, reference, config.temperature, max_tokens=limit, share_prefix=share_prefix)
+    hidden = bool(config.disable_tqdm) or not is_main_process()
+    scorer = Scorer(
+        policy,
+        pad_id,
+        reference,
+        config.temperature,
+        max_tokens=limit,
+        share_prefix=share_prefix,
+        bar=lambda turns: progress("evaluation: KL", turns, "turn", hidden),
+    )
     with evaluating(policy.model):
         _, total = scorer.sum_kl(turns, keys=keys)
     parts = gather_object([(total, sum(turn.completion_tokens for turn in turns))])

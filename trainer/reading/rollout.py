@@ -344,9 +344,16 @@ def row_name(row: dict[str, Any], index: int) -> str:
 
 
 @contextlib.contextmanager
+def progress(label: str, total: int, unit: str, hidden: bool) -> Iterator[Any]:
+    """Show a bar of one stage, which goes when it has ended; yields it."""
+    with tqdm(total=total, desc=label, unit=unit, leave=False, disable=hidden) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
 def rollout_progress(label: str, rows: int, hidden: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a bar of the trajectories that have ended in one rollout; yields collect()'s `on_turn`."""
-    with tqdm(total=rows, desc=label, unit="trajectory", leave=False, disable=hidden) as bar:
+    with progress(label, rows, "trajectory", hidden) as bar:
 
         def on_turn(turn: int, active: int) -> None:
             bar.set_postfix_str(f"turn {turn + 1}, {active} reading")
