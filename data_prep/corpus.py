@@ -156,9 +156,9 @@ def _dataset(rows: Iterable[Mapping[str, Any]]) -> Dataset:
 
 
 def _warn_of_weak_agreement(path: str, manifest: Mapping[str, Any]) -> None:
-    kappa, items = manifest["kappa"], manifest["kappa_items"]
     if manifest["label_source"] == "computed":
         return
+    kappa, items = manifest["kappa"], manifest["kappa_items"]
     if kappa < LOW_KAPPA or items < FEW_KAPPA_ITEMS:
         warnings.warn(
             f"{path}: the {manifest['label_source']} labels agree with kappa {kappa} on {shortened(str(items))} "

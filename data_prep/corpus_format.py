@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 FORMAT = "turngrpo-corpus/1"
 LABEL_SOURCES = ("human", "model", "computed")
-MANIFEST_FIELDS = ("format", "name", "created", "label_source", "kappa", "kappa_items", "license")
+AGREEMENT_FIELDS = ("kappa", "kappa_items")  # of labels by people or a model; computed ones need none
+MANIFEST_FIELDS = ("format", "name", "created", "label_source", *AGREEMENT_FIELDS, "license")
 ROW_FIELDS = ("id", "project", "question", "answers")  # and chunks, or document with evidence_spans
 LISTED_FAULTS = 20
 SHOWN_CHARACTERS = 60  # of a wrong value, or of a name from the file, in a message
@@ -193,7 +194,9 @@ class CorpusCheck:
 
     def _check_manifest(self, manifest: dict[str, Any]) -> None:
         self.manifest = manifest
-        self._check_keys(1, "", manifest, MANIFEST_FIELDS, MANIFEST_FIELDS)
+        computed = manifest.get("label_source") == "computed"
+        needed = [field for field in MANIFEST_FIELDS if not (computed and field in AGREEMENT_FIELDS)]
+        self._check_keys(1, "", manifest, needed, MANIFEST_FIELDS)
         if manifest["format"] != FORMAT:
             self.add(1, "format", describe(manifest["format"]), f'"{FORMAT}"')
         for field in ("name", "created", "license"):

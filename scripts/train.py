@@ -49,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.threads < 1:
                 raise ValueError(f"--threads is {options.threads}: expected 1 or more")
             torch.set_num_threads(options.threads)
-        if options.dry_run:
-            with TemporaryDirectory() as folder:
-                dry_run(prepare(options, config, model_options, console, Path(folder)))
-            return 0
     with ExitStack() as stack:
         with setting_up():
             output = stack.enter_context(claimed_output(config))
+            if options.dry_run:
+                folder = Path(stack.enter_context(TemporaryDirectory()))
+                dry_run(prepare(options, config, model_options, console, folder), folder / "probe")
+                return 0
             run = prepare(options, config, model_options, console, output / "start")
             make_output(output)
         summary, trainer = train(run)

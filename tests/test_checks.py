@@ -479,7 +479,7 @@ def test_at_most_20_rows_are_named():
 
 def test_positions_of_the_model_leave_room_for_the_completion():
     check(text_rows(12), prompt_length=100, completion=20, positions=32)  # 12 + 20 = 32
-    with pytest.raises(ValueError, match=r"cannot fit in 12 prompt tokens .*32 positions, max_completion_length=20"):
+    with pytest.raises(ValueError, match=r"in 12 prompt tokens .*32 positions, of which max_completion_length=20 are"):
         check(text_rows(13), prompt_length=100, completion=20, positions=32)
     learned = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=32))
     config = SimpleNamespace(max_prompt_length=100, max_completion_length=20)
@@ -496,7 +496,12 @@ def test_a_reading_is_bounded_by_its_longest_chunk_and_a_full_memory():
     state.chunk = 1
     longest = sum(map(len, workflow.prompt(state))) + 5
     check([row], prompt_length=longest, workflow=workflow)
-    with pytest.raises(ValueError, match=rf"train row 'doc': up to {longest} prompt tokens"):
+    # "code " is one token; the chunk of nine is the longest. The rest is the template's and the tags'.
+    parts = workflow.prompt_parts(row)
+    assert (parts["chunk"], parts["memory"]) == (9, 8) and sum(parts.values()) == longest
+    assert parts["instruction"] == len(workflow.chat.encode_text(workflow.instruction))
+    counted = ", ".join(f"{name} {tokens}" for name, tokens in parts.items())
+    with pytest.raises(ValueError, match=rf"train row 'doc': up to {longest} prompt tokens \({counted}\)"):
         check([row], prompt_length=longest - 1, workflow=workflow)
 
 

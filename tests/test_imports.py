@@ -17,7 +17,7 @@ ORDER = """
     trainer             faults files awaiting watching showing writing processes
     data_prep           chunking corpus_format splits corpus code_facts code_corpus memagent needle world gold
     data_prep           world_corpus stock_arithmetic __init__
-    trainer/reading     __init__ limits gates chat_format rollout workflows
+    trainer/reading     __init__ limits gates chat_format rollout workflows trial
     rewards             answers gates stock __init__
     trainer/objective   __init__ advantages losses fused_head exact_kl iteration
     trainer/forward     __init__ policy batching joined_attention shared_prefix decoding scoring lora_layers support
@@ -26,7 +26,7 @@ ORDER = """
     trainer/sampling    vllm_engine chat_engine
     trainer             reward_calls
     trainer/measuring   __init__ metrics behavior_check turn_record update_log
-    trainer/runs        __init__ proof identity fingerprint checkpoints resume columns ledger compare
+    trainer/runs        __init__ proof identity fingerprint checkpoints resume columns ledger compare interruption
     trainer/export      __init__ base_model model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
     trainer/evaluation  __init__ intervals evaluate forced_gates whole_document
@@ -64,6 +64,7 @@ LIGHT_MODULES = [
     "turngrpo.trainer.reading.limits",
     "turngrpo.trainer.reading.rollout",
     "turngrpo.trainer.reading.workflows",
+    "turngrpo.trainer.reading.trial",
     "turngrpo.trainer.sampling.server",
     "turngrpo.trainer.sampling.vllm_engine",
     "turngrpo.trainer.sampling.chat_engine",

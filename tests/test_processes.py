@@ -53,7 +53,7 @@ def launched(tmp_path_factory):
     """One launch of two processes by `accelerate launch`; the last stage fails on one of them."""
     folder = tmp_path_factory.mktemp("two")
     launcher = [*ACCELERATE, "--config_file", str(ROOT / "accelerate_configs" / "cpu_2proc.yaml")]
-    stages = "full,lora,split,supervised,evaluated,gated,straight,served"
+    stages = "full,lora,split,supervised,evaluated,gated,straight,interrupted,served"
     return folder, launch(launcher, folder, stages, "killed", "resumed", "failing")
 
 
@@ -217,6 +217,14 @@ def test_a_killed_process_ends_the_run_and_a_resume_is_identical(two):
     rollouts = two / "resumed" / "rollouts"
     assert sorted(path.name for path in rollouts.glob("*.parquet")) == names
     assert sorted(path.name for path in (rollouts / "abandoned_0_from_00001").iterdir()) == names[2:]
+
+
+def test_a_signal_to_one_process_ends_all_after_the_same_update(two):
+    assert [(one["came"], one["update"]) for one in results(two, "interrupted")] == [(True, 2)] * 2
+    left = [path.name for path in (two / "interrupted").iterdir() if "checkpoint" in path.name]
+    assert left == ["checkpoint-2"]
+    (stop,) = compare_states(two / "straight" / "checkpoint-2", two / "interrupted" / "checkpoint-2")
+    assert stop.endswith("TrainerControl/args/should_training_stop: False against True")
 
 
 def test_a_process_that_fails_ends_the_launch_with_its_error(launched, two):

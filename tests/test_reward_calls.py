@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from tiny import word_tokenizer
 from training import make_trainer
 
 from turngrpo.trainer import TurnGRPOConfig, reward_calls, watching
@@ -26,6 +27,7 @@ def reading(group, member, lengths):
     )
 
 
+TOKENIZER = word_tokenizer()
 TWO = {"completions": ["a", "b"]}
 
 
@@ -418,3 +420,36 @@ def test_the_lines_grow_rare():
 def test_a_limit_is_a_number_of_seconds(value):
     with pytest.raises(ValueError, match=f"reward_timeout is {value}, expected None or a number of seconds above 0"):
         TurnGRPOConfig("out", reward_timeout=value, use_cpu=True, bf16=False)
+
+
+# ---- columns ----
+
+
+def asks(prompts, answer, **columns):
+    return [0.0] * len(prompts)
+
+
+def takes_only(completions):
+    return [0.0] * len(completions)
+
+
+def has_a_default(completions, answer=None, *, level=1, **columns):
+    return [0.0] * len(completions)
+
+
+def test_columns_that_exist_are_named_where_one_does_not():
+    given = reward_arguments([reading(0, 0, [1])], TOKENIZER, None, None, None) | {
+        "question": ["q"],
+        "answers": [["a"]],
+    }
+    message = (
+        r"'asks' asks for answer, expected columns of the rows \(question, answers\) or one of prompts, completions, "
+        r"completion_ids, trajectories, trainer_state, log_extra, log_metric$"
+    )
+    with pytest.raises(RewardError, match=message):
+        call_rewards([has_a_default, asks], given)
+    with pytest.raises(RewardError, match=r"'takes_only' takes no answers, .*every reward function is given: end its"):
+        call_rewards([takes_only], given)
+    assert call_rewards([has_a_default], given).tolist() == [[0.0]]
+    with pytest.raises(RewardError, match="asks for answer"):
+        call_turn_rewards([asks], given["trajectories"], given)

@@ -360,6 +360,11 @@ def check_overlap(train: Any, evaluation: Mapping[str, Any], allowed: bool) -> N
                 )
 
 
+def first_row(dataset: Any) -> Any:
+    """Return the first row of a dataset or stream, None where there is none."""
+    return None if dataset is None else next(iter(dataset), None)
+
+
 def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, model: Any = None) -> None:
     """Raise one ValueError naming every row (up to 20) of a dataset that has a prompt which cannot fit.
 
@@ -378,15 +383,22 @@ def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, m
     positions = getattr(shape, "max_position_embeddings", None)
     completion = config.max_completion_length or 0
     limit = config.max_prompt_length if positions is None else min(config.max_prompt_length, positions - completion)
-    faults = []
+    parts = getattr(workflow, "prompt_parts", None)
+    faults: list[str] = []
     for index, row in enumerate(tqdm(dataset, desc=f"checking {name} rows", leave=False, delay=2)):
         longest = bound(row)
         if longest > limit:
-            faults.append(f"  {name} {row_name(row, index)}: up to {longest} prompt tokens")
+            shown = parts(row) if parts is not None and len(faults) < MAX_FAULTS else {}
+            counted = ", ".join(f"{part} {tokens}" for part, tokens in shown.items())
+            faults.append(
+                f"  {name} {row_name(row, index)}: up to {longest} prompt tokens{counted and f' ({counted})'}"
+            )
     if faults:
         more = [f"  and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         raise ValueError(
             f"{len(faults)} rows cannot fit in {limit} prompt tokens (max_prompt_length={config.max_prompt_length}; "
-            f"the model has {positions} positions, max_completion_length={completion}). Prompts are never truncated: "
-            "cut chunks smaller, allow less memory, or raise the limit\n" + "\n".join(faults[:MAX_FAULTS] + more)
+            f"the model has {positions} positions, of which max_completion_length={completion} are kept for the "
+            "reply). Prompts are never truncated: cut chunks smaller, allow less memory (max_memory_tokens), or "
+            f"{'raise max_prompt_length' if limit == config.max_prompt_length else 'lower max_completion_length'}\n"
+            + "\n".join(faults[:MAX_FAULTS] + more)
         )

@@ -58,6 +58,9 @@ class TurnGRPOConfig(GRPOConfig):
     chunk_size: int = _our(5000, "Tokens per chunk where the corpus holds whole documents. Paper: 5000.")
     max_prompt_length: int = _our(8192, "Longest prompt in tokens; a row that cannot fit is an error. Paper: 8192.")
     max_memory_tokens: int = _our(1024, "A memory candidate is cut to this many tokens, and counted. Paper: 1024.")
+    max_turns: int | None = _our(
+        1000, "Turns of a trajectory; a row that still goes on after so many is an error. None: no limit."
+    )
     max_tokens_per_microbatch: int = _our(
         16384, "Tokens of one forward and backward pass: prefixes and a micro-batch, >= 1."
     )
@@ -102,6 +105,9 @@ class TurnGRPOConfig(GRPOConfig):
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "a whole number >= 1")  # before they divide anything
+        if self.activation_checkpointing is None:  # the name that TRL's default has is a deprecated one
+            self.activation_checkpointing = self.gradient_checkpointing
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
         super().__post_init__()
         self.ledger = str(self.ledger).lower()
         self._require("ledger", self.ledger in ("true", "false", "full"), "true, false or full")
@@ -109,7 +115,8 @@ class TurnGRPOConfig(GRPOConfig):
         self._require("turn_baseline", self.turn_baseline in ("group", "batch"), "'group' or 'batch'")
         self._require("kl", self.kl in ("exact", "k3"), "'exact' or 'k3'")
         self._require("behavior_check", self.behavior_check in ("first", "all", "off"), "'first', 'all' or 'off'")
-        tolerance = self.behavior_tolerance
+        turns, tolerance = self.max_turns, self.behavior_tolerance
+        self._require("max_turns", turns is None or turns >= 1, "None or a whole number >= 1")
         self._require("behavior_tolerance", tolerance is None or tolerance > 0, "None or a number above 0")
         self._require("advantage_epsilon", self.advantage_epsilon > 0, "a number above 0")
         self._require("rollout_engine", self.rollout_engine in ("transformers", "vllm"), "'transformers' or 'vllm'")

@@ -20,6 +20,7 @@ from turngrpo.trainer.watching import CallTimeout, call_watched
 SPARE = 1000  # values that are counted beyond those expected, of a return without end
 SHOWN = 200  # characters of a wrong return in a message
 GRACE = 5.0  # seconds that async functions get to end in after their limit, before nobody waits for them any more
+GIVEN = ("prompts", "completions", "completion_ids", "trajectories", "trainer_state", "log_extra", "log_metric")
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # which reach reward functions as plurals
 
 
@@ -139,6 +140,7 @@ def _called(
 ) -> list[tuple[str, Any]]:
     """Return (name, what it returned) of every function, what async ones promised awaited together."""
     names, values = [reward_name(function) for function in functions], []
+    check_parameters(names, functions, arguments)
     for name, function in zip(names, functions, strict=True):
         with _named(name):
             values.append(_within(timeout, name, partial(function, **arguments)))
@@ -260,3 +262,27 @@ def _number(name: str, value: Any, where: str) -> float:
             f"reward function {name!r} returned {_shown(value)} for {where}, expected a finite number or None"
         )
     return number
+
+
+def check_parameters(names: Sequence[str], functions: Sequence[Callable[..., Any]], given: Mapping[str, Any]) -> None:
+    """Raise RewardError for a function that asks for a column which is not there, or takes less than it is given."""
+    columns = ", ".join(name for name in given if name not in GIVEN) or "none"
+    for name, function in zip(names, functions, strict=True):
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):  # of a callable that is written in C
+            continue
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        absent = [p.name for p in named if p.default is p.empty and p.name not in given]
+        if absent:
+            raise RewardError(
+                f"reward function {name!r} asks for {', '.join(absent)}, expected columns of the rows ({columns}) or "
+                f"one of {', '.join(n for n in GIVEN if n in given)}"
+            )
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            untaken = sorted(set(given) - {p.name for p in named})
+            if untaken:
+                raise RewardError(
+                    f"reward function {name!r} takes no {', '.join(untaken)}, which every reward function is given: "
+                    "end its parameters with **columns"
+                )

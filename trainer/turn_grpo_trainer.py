@@ -24,6 +24,7 @@ from turngrpo.trainer.checks import (
     check_rewards,
     check_rows,
     check_without_workflow,
+    first_row,
     showing_arguments_of,
 )
 from turngrpo.trainer.export.exporter import Exporter, is_private
@@ -37,7 +38,13 @@ from turngrpo.trainer.forward.whole_weights import engine_backward, local_leaves
 from turngrpo.trainer.measuring.behavior_check import behavior_gap, default_tolerance, describe_gap
 from turngrpo.trainer.measuring.metrics import trajectory_measures
 from turngrpo.trainer.measuring.turn_record import turn_records
-from turngrpo.trainer.measuring.update_log import CompletionLog, EvaluationLog, OptimizerTimer, UpdateLog
+from turngrpo.trainer.measuring.update_log import (
+    SHOWN_TURNS,
+    CompletionLog,
+    EvaluationLog,
+    OptimizerTimer,
+    UpdateLog,
+)
 from turngrpo.trainer.objective.iteration import (
     MicroBatch,
     ScoredRollout,
@@ -62,8 +69,10 @@ from turngrpo.trainer.reading.rollout import (
     Trajectory,
     collect,
     outline,
+    progress,
     rollout_progress,
 )
+from turngrpo.trainer.reading.trial import hand_over
 from turngrpo.trainer.reading.workflows import Workflow
 from turngrpo.trainer.reward_calls import (
     call_rewards,
@@ -143,7 +152,8 @@ class TurnGRPOTrainer(GRPOTrainer):
     def _set_up_workflow(self, workflow: Workflow, turn_reward_funcs: Any) -> None:
         check_model(self.model, self.processing_class, self.beta, self.aux_loss_enabled)
         self._set_up_rewards(workflow, turn_reward_funcs)
-        workflow.bind(self._tokenizer, self.args)
+        with generators_kept():
+            hand_over(workflow, self._tokenizer, self.args, first_row(self.train_dataset))
         evaluation = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
         for name, dataset in {"train": self.train_dataset, **evaluation}.items():
             check_rows(workflow, dataset, name, self.args, self.model)
@@ -178,6 +188,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             with_reference_logprobs=self.args.ledger == "full",
             timed=self.update_log.timed,
             count=lambda name, tokens: self.update_log.add_cost(f"tokens/{name}", tokens),
+            bar=self._scoring_bar,
         )
         self.checkpoints = ExactCheckpoints(
             self, self._run_state, self._restore_run, self._run_facts, self._examine_run, self.args.allow_changed
@@ -264,13 +275,13 @@ class TurnGRPOTrainer(GRPOTrainer):
         """`before` global rows came earlier; those from `limit` on are repetitions that fill up a batch: dropped."""
         assert self.workflow is not None
         label = "evaluation" if iteration == EVAL_ITERATION else f"rollout {iteration + 1}"
-        hidden = bool(self.args.disable_tqdm) or not is_main_process()
         places = own_rows(len(rows), before)
         groups, members = [place // group_size for place in places], [place % group_size for place in places]
         sampled = engine.counts.total
-        with self.update_log.timed("generation"), rollout_progress(label, len(rows), hidden) as on_turn:
+        with self.update_log.timed("generation"), rollout_progress(label, len(rows), self._hides_bars) as on_turn:
             engine.refresh()
-            own = collect(self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, on_turn)
+            reads = {"on_turn": on_turn, "max_turns": self.args.max_turns}
+            own = collect(self.workflow, engine, self._tokenizer, rows, groups, members, seed, iteration, **reads)
         self.update_log.add_cost("tokens/generation", engine.counts.total - sampled)
         with self.update_log.timed("rewards"):
             per_func, per_turn = self._call_rewards(own)
@@ -281,6 +292,15 @@ class TurnGRPOTrainer(GRPOTrainer):
             per_func, per_turn = per_func[: len(everyone)], per_turn[: sum(len(t.turns) for t in everyone)]
         options = self.args.advantage_options() | {"strict_format": self.workflow.strict_format, "own": share}
         return score_rollout(everyone, iteration, per_func, per_turn, **options)
+
+    @property
+    def _hides_bars(self) -> bool:
+        return bool(self.args.disable_tqdm) or not is_main_process()
+
+    def _scoring_bar(self, turns: int) -> contextlib.AbstractContextManager[Any]:
+        """A bar of the turns that are scored, and in training go backward too."""
+        label = "evaluation: scoring" if self._evaluation else f"update {self.state.global_step + 1}: optimisation"
+        return progress(label, turns, "turn", self._hides_bars)
 
     def _call_rewards(self, trajectories: list[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rewards (B, F) and turn rewards (N, F_turn) of the trajectories of all processes."""
@@ -476,7 +496,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         """Score every turn of a fresh rollout and compare with what was recorded at sampling."""
         log = self.update_log
         count = lambda _, tokens: log.add_cost("tokens/behavior_check", tokens)  # noqa: E731
-        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count)
+        bar = lambda turns: progress("behavior check", turns, "turn", self._hides_bars)  # noqa: E731
+        scorer = replace(self.scorer, reference=None, timed=lambda _: contextlib.nullcontext(), count=count, bar=bar)
         with evaluating(self.model), log.timed("behavior_check"):
             plan = scorer.plan(rollout.turns, rollout.own_turns, rollout.clusters)
             for rows, batch, scores in scorer.score(rollout.turns, plan):
@@ -601,17 +622,17 @@ class TurnGRPOTrainer(GRPOTrainer):
             self.checkpoints.load(checkpoint)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as GRPOTrainer does (trl 1.16); what is printed of completions steers no terminal."""
+        """Log as GRPOTrainer does (trl 1.16); under a workflow a few turns are shown at the width that there is."""
         if self.workflow is None:
             return super().log(logs, start_time)
-        wanted, self.num_completions_to_print = self.num_completions_to_print, 0
+        wanted, self.num_completions_to_print = self.num_completions_to_print, 0  # TRL prints the rest of the table
         try:
             with writing(f"the log of update {self.state.global_step}", going_on(self.args.output_dir)):
                 super().log(logs, start_time)
         finally:
             self.num_completions_to_print = wanted
         if self.log_completions and is_main_process():
-            self.completion_log.show(self.state.global_step, wanted)
+            self.completion_log.show(self.state.global_step, SHOWN_TURNS if wanted is None else wanted)
 
     @property
     def _reads_stream(self) -> bool:

@@ -42,6 +42,7 @@ class TrainArguments(ScriptArguments):
     quickstart: bool = option(False, "Make the needle corpus and the tiny warm-started model first.")
     threads: int | None = option(None, "CPU threads of torch; torch's own choice when left out.")
     dry_run: bool = option(False, "Check corpus, lengths and options, estimate the memory, and stop.")
+    probe: bool = option(False, "With --dry_run: also a real rollout and update of a group, for the seconds it takes.")
 
     def needs(self) -> dict[str, str]:
         """Return what must be given, by name, and what is expected there."""
@@ -97,6 +98,7 @@ class EvaluateArguments(ReadingOptions):
     concurrency: int = option(16, "Requests open at once, with --base_url; >= 1.")
     revision: str = option("main", "Revision of the model.")
     dtype: str = option("auto", "Precision of the weights: auto, float32, bfloat16 or float16.")
+    max_turns: int | None = option(None, "Turns of a reading; one that goes on after so many is an error; 1000.")
     split: str = option("validation", "validation or train; all for a corpus that nothing was trained on.")
     validation_fraction: float | None = option(None, "Share of the projects that are held out; 0.1.")
     split_seed: int | None = option(None, "Seed of the split by project; 0.")

@@ -36,7 +36,7 @@ from peft import PeftConfig
 from trl import ModelConfig
 
 from turngrpo.data_prep import corpus_digest
-from turngrpo.trainer import MemAgent
+from turngrpo.trainer import MemAgent, TurnGRPOConfig
 from turngrpo.trainer.checks import check_rows, check_weights
 from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, paired_difference, try_rewards
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
@@ -55,6 +55,7 @@ UNGATED, DOCUMENT = "ungated", "whole document"
 DEFAULTS = reading_defaults(
     validation_fraction=0.1,
     split_seed=0,
+    max_turns=TurnGRPOConfig.max_turns,
     reward_funcs=list(GATED_REWARDS),
     turn_reward_funcs=list(TURN_REWARDS),
     reward_weights=None,
@@ -62,7 +63,7 @@ DEFAULTS = reading_defaults(
 )
 CONFIG = (
     "chunk_size max_prompt_length max_completion_length max_memory_tokens eval_temperature eval_top_p eval_seed "
-    "chat_template_kwargs reward_weights turn_reward_weights reward_timeout"
+    "max_turns chat_template_kwargs reward_weights turn_reward_weights reward_timeout"
 ).split()
 
 

@@ -1,4 +1,4 @@
-"""The memory of one GPU on paper."""
+"""The memory of one GPU, or of a process on a CPU, on paper."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +44,21 @@ def model_sizes(model: Any, peft_config: Any = None) -> Sizes:
     )
 
 
-def memory_parts(sizes: Sizes, config: TurnGRPOConfig, width: int) -> dict[str, dict[str, int]]:
+def memory_parts(
+    sizes: Sizes, config: TurnGRPOConfig, width: int, longest: int | None = None, turns: int | None = None
+) -> dict[str, dict[str, int]]:
     """Return the bytes of one GPU by name: `always`, in a `rollout`, in an `update`; `width` bytes hold a number.
 
     In an update a prefix and one micro-batch of its suffixes hold max_tokens_per_microbatch tokens, and a group's
-    responses have reference states; in a rollout rollout_batch_tokens are cached, every prefix once.
+    responses have reference states; in a rollout rollout_batch_tokens are cached, every prefix once. Neither is more
+    than what there can be: trajectories of at most `turns` turns, prompts of `longest` tokens, whole completions.
     """
-    tokens, cached = config.max_tokens_per_microbatch, config.rollout_batch_tokens
+    row = (longest or config.max_prompt_length) + (config.max_completion_length or 0)
+    sampled = config.per_device_train_batch_size * (config.steps_per_generation or 1)  # trajectories at once
+    cached = min(config.rollout_batch_tokens, sampled * row)
+    tokens = config.max_tokens_per_microbatch
+    if turns is not None:
+        tokens = min(tokens, config.per_device_train_batch_size * turns * row)
     responses = (config.num_generations or 1) * (config.max_completion_length or 0)
     keys_and_values = 2 * sizes.keys * sizes.layers * width  # of a token
     # A layer keeps for backward: inputs and outputs of two norms, what attention returns, queries and their results,
@@ -83,9 +91,9 @@ def peak(parts: dict[str, dict[str, int]]) -> int:
     return always + max(rollout, update)
 
 
-def memory_table(parts: dict[str, dict[str, int]], title: str) -> Table:
+def memory_table(parts: dict[str, dict[str, int]], title: str, of: str = "memory of one GPU") -> Table:
     """Return memory_parts as a table of rough gigabytes."""
-    table = Table("when", "memory of one GPU, estimated", title=title)
+    table = Table("when", f"{of}, estimated", title=title)
     table.add_column("GB", justify="right")
     for when, sizes in parts.items():
         for name, size in sizes.items():

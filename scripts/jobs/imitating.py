@@ -16,6 +16,7 @@ from trl import SFTConfig
 
 from turngrpo.data_prep import gold_thought
 from turngrpo.trainer.reading.workflows import WorkflowOptions
+from turngrpo.trainer.runs.interruption import Interruption
 from turngrpo.trainer.warm_start import check_batches, check_lengths, corpus_examples, fit, target_examples
 from turngrpo.trainer.writing import going_on, writing
 
@@ -60,9 +61,17 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
         check_adapter(empty_model(model_options), lora_of(model_options))
         make_output(output)
     if config.process_index == 0:
+        if config.resume_from_checkpoint:
+            print(f"going on from {config.resume_from_checkpoint}")
         print(f"{len(examples)} examples, {sum(map(sum, examples['completion_mask']))} completion tokens")
     lora, allowed = new_adapter_config(model_options), options.allow_changed
-    trainer = fit(model, tokenizer, examples, names, config, lora, allow_changed=allowed)
+    interruption = Interruption()
+    with interruption.listening(says=config.process_index == 0):
+        trainer = fit(model, tokenizer, examples, names, config, lora, [interruption], allow_changed=allowed)
+    if interruption.came:
+        if config.process_index == 0:
+            print(f"stopped after update {trainer.state.global_step}: its checkpoint is written")
+        raise KeyboardInterrupt
     with writing(f"the result in {output}", going_on(output)):
         trainer.save_model(config.output_dir)
         if config.process_index == 0:

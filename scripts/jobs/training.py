@@ -1,8 +1,9 @@
 """What train.py does: check everything, evaluate, train, evaluate, export."""
 
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ from jobs.gpu_memory import memory_parts, memory_table, model_sizes
 from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
 from lib.adapters import new_adapter_config
-from lib.loading import check_adapter, empty_model, load_model, lora_of, read_corpus, sample_rows
+from lib.loading import (
+    check_adapter,
+    check_loading,
+    empty_model,
+    load_model,
+    lora_of,
+    read_corpus,
+    sample_rows,
+)
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
 from lib.options import OF_A_WORKFLOW
 from lib.reporting import RunLog, policies_table, write_curves
@@ -28,17 +37,28 @@ from trl import ModelConfig
 from turngrpo.data_prep import corpus_facts
 from turngrpo.data_prep.corpus import project_digest
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
-from turngrpo.trainer.checks import check_rollout_engine, check_rows, check_weights
+from turngrpo.trainer.checks import (
+    check_arguments,
+    check_model,
+    check_names,
+    check_overlap,
+    check_rows,
+    check_weights,
+)
 from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, try_rewards
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.export.hub import check_push
 from turngrpo.trainer.export.versions import MANIFEST, WEIGHTS, check_name, read_version
 from turngrpo.trainer.forward.policy import TRAINED, tensors_digest
+from turngrpo.trainer.reading.trial import hand_over
 from turngrpo.trainer.reward_calls import reward_name
+from turngrpo.trainer.runs.interruption import Interruption
+from turngrpo.trainer.runs.resume import check_length
 from turngrpo.trainer.sampling.vllm_engine import check_servers
 from turngrpo.trainer.writing import going_on, writing
 
 LOOKED_AT = 200  # rows whose chunks are measured: enough to know how a corpus was cut
+PROBE_ROWS = 4  # of which a probe reads one or two, from everywhere in the corpus
 
 
 @dataclass
@@ -77,7 +97,17 @@ def prepare(
     turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
     if not rewards:
         raise ValueError(f"--reward_funcs is missing: expected {', '.join(TRAJECTORY_REWARDS)}, or a dotted path")
-    check_weights(config, [reward_name(f) for f in rewards], [reward_name(f) for f in turn_rewards])
+    names = [reward_name(f) for f in rewards], [reward_name(f) for f in turn_rewards]
+    check_names(names[0] + names[1])
+    check_weights(config, *names)
+    check_loading(model_options)
+    if options.probe and not options.dry_run:
+        raise ValueError("--probe is a part of --dry_run: give both, or neither")
+    if options.probe and config.rollout_engine == "vllm":
+        raise ValueError(
+            "--probe samples with the model here, where nothing but this process changes: leave it out with "
+            "--rollout_engine vllm"
+        )
     if options.validation_members < 1:
         raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
     if options.quickstart:
@@ -101,16 +131,18 @@ def prepare(
         seconds["warm start"] = time.perf_counter() - started
     tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
     train, validation = read_rows(options, config, tokenizer)
-    workflow.bind(tokenizer, config)
+    hand_over(workflow, tokenizer, config, train[0])
     run = Run(
         options, config, model_options, rewards, turn_rewards, workflow, tokenizer, train, validation, console, seconds
     )
     lora, model = lora_of(model_options), empty_model(model_options)
     for name, rows in (("train", train), ("validation", validation)):
         check_rows(workflow, rows, name, config, model)
-    check_adapter(model, lora)
+    check_arguments({"model": model, "args": config, "peft_config": lora})
+    check_model(check_adapter(model, lora), tokenizer, config.beta, aux_loss_enabled=False)
+    check_overlap(train, {"validation": validation}, config.allow_overlap)
+    check_length(len(train), (config.generation_batch_size or 1) // (config.num_generations or 1))
     try_rewards(train[0], config.num_generations or 1, workflow, tokenizer, config, rewards, turn_rewards)
-    check_rollout_engine(config, lora is not None)
     if config.rollout_engine == "vllm":
         check_servers(config, tokenizer, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     return run
@@ -154,28 +186,61 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
     return train, validation and sample_rows(validation, options.validation_rows, options.split_seed)
 
 
-def memory(run: Run) -> Table:
-    """Return a table of rough gigabytes that the run needs on one GPU."""
+def memory(run: Run, longest: int | None) -> Table:
+    """Return a table of rough gigabytes that the run needs on one GPU, or in a process on a CPU."""
+    turns = 1 + max((len(row.get("chunks", ())) for row in run.train), default=0)
+    place = "CPU memory of a process" if run.config.device.type == "cpu" else "memory of one GPU"
     sizes = model_sizes(empty_model(run.model_options), lora_of(run.model_options))
     width = 4 if run.model_options.dtype in (None, "float32", "auto") else 2
-    return memory_table(memory_parts(sizes, run.config, width), str(run.model_options.model_name_or_path))
+    parts = memory_parts(sizes, run.config, width, longest, turns)
+    return memory_table(parts, str(run.model_options.model_name_or_path), place)
 
 
-def dry_run(run: Run) -> None:
-    """Print what a run would read and need."""
+def dry_run(run: Run, folder: Path) -> None:
+    """Print what a run would read and need; `folder` takes what a probe leaves."""
     bound = getattr(run.workflow, "max_prompt_tokens", None)
-    longest = f"up to {max(map(bound, run.train))} tokens" if bound else "known turn by turn"
+    longest = None if bound is None else max(map(bound, run.train))
     config = run.config
     per_update = config.per_device_train_batch_size * config.gradient_accumulation_steps
     table = Table("checked", "found")
     rows = "none" if run.validation is None else f"{len(run.validation)}"
     table.add_row("rows", f"{len(run.train)} train, {rows} validation")
-    table.add_row("longest prompt", f"{longest} (limit {config.max_prompt_length})")
+    known = "checked as they come" if longest is None else f"up to {longest} tokens"
+    table.add_row("longest prompt", f"{known} (limit {config.max_prompt_length})")
     table.add_row("an update", f"{per_update} trajectories in groups of {config.num_generations}")
     table.add_row("rewards", ", ".join(f.__name__ for f in [*run.rewards, *run.turn_rewards]))
     run.console.print(table)
-    run.console.print(memory(run))
+    run.console.print(memory(run, longest))
+    if run.options.probe:
+        group, seconds = probe(run, folder)
+        table = Table("probe", "seconds per update")
+        table.add_row(f"measured, of {group} trajectories", f"{seconds:.2f}")
+        table.add_row(f"of {per_update}, at most (more at once take less each)", f"{seconds * per_update / group:.2f}")
+        run.console.print(table)
     run.console.print("dry run: nothing was trained or written")
+
+
+def probe(run: Run, folder: Path) -> tuple[int, float]:
+    """Train on a group in each process; returns its trajectories and the seconds of the last updates on a rollout.
+
+    The first ones warm up. Weights change in this process alone, and what is written goes to `folder`.
+    """
+    config, group = copy.copy(run.config), run.config.num_generations or 1
+    iterations, processes = config.num_iterations, config.world_size
+    sizes = {"per_device_train_batch_size": group, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
+    quiet = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False, "report_to": []}
+    quiet |= {"ledger": "false", "log_completions": False, "logging_strategy": "steps", "logging_steps": 1}
+    length = {"max_steps": 2 * iterations, "generation_batch_size": group * processes, "output_dir": str(folder)}
+    for name, value in (sizes | quiet | length | {"eval_on_start": False, "resume_from_checkpoint": None}).items():
+        setattr(config, name, value)
+    rows = sample_rows(run.train, max(processes, PROBE_ROWS), run.options.split_seed)
+    with setting_up():
+        trainer = make_trainer(replace(run, config=config, train=rows, validation=None))
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    seconds = [log["step_time"] for log in trainer.state.log_history if "step_time" in log]
+    return group, sum(seconds[iterations:]) / iterations
 
 
 def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evaluation:
@@ -230,10 +295,19 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(log)
+    interruption = Interruption()
+    trainer.add_callback(interruption)
     policies: dict[str, Evaluation] = {}
     if run.validation is not None:
         policies["before"] = run.timed("evaluation before", lambda: evaluate(run, trainer, "before"))
-    run.timed("training", lambda: trainer.train(resume_from_checkpoint=run.config.resume_from_checkpoint))
+    checkpoint = run.config.resume_from_checkpoint
+    if checkpoint:
+        run.console.print(f"going on from {checkpoint}", highlight=False)
+    with interruption.listening(says=run.config.process_index == 0):
+        run.timed("training", lambda: trainer.train(resume_from_checkpoint=checkpoint))
+    if interruption.came:
+        run.console.print(f"stopped after update {trainer.state.global_step}: its checkpoint is written")
+        raise KeyboardInterrupt
     if run.validation is not None:
         policies["after"] = run.timed("evaluation after", lambda: evaluate(run, trainer, "after"))
         if run.options.workflow == "gated":

@@ -54,14 +54,9 @@ def load_model(options: ModelConfig) -> Any:
 
 def load_weights(options: ModelConfig) -> PreTrainedModel:
     """Load the causal model as load_model does, without an adapter that lies in its folder or is the folder's all."""
-    if options.load_in_4bit or options.load_in_8bit:
-        raise ValueError(
-            "--load_in_4bit and --load_in_8bit are not honoured: set --dtype bfloat16, float16 or float32"
-        )
+    check_loading(options)
     name: Any = options.model_name_or_path
     dtype = options.dtype or "float32"
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is {dtype!r}: expected one of {', '.join(DTYPES)}")
     adapter = Adapter.find(name)
     revision = options.model_revision if adapter is None else adapter.config.revision
     return load_base(
@@ -70,6 +65,16 @@ def load_weights(options: ModelConfig) -> PreTrainedModel:
         dtype="auto" if dtype == "auto" else getattr(torch, dtype),
         attn_implementation=options.attn_implementation,
     )
+
+
+def check_loading(options: ModelConfig) -> None:
+    """Raise ValueError for ways of loading that are not honoured."""
+    if options.load_in_4bit or options.load_in_8bit:
+        raise ValueError(
+            "--load_in_4bit and --load_in_8bit are not honoured: set --dtype bfloat16, float16 or float32"
+        )
+    if options.dtype not in (None, *DTYPES):
+        raise ValueError(f"--dtype is {options.dtype!r}: expected one of {', '.join(DTYPES)}")
 
 
 def empty_model(options: ModelConfig) -> PreTrainedModel:
@@ -97,7 +102,12 @@ def lora_of(options: ModelConfig) -> Any:
     return adapter_config(options, lambda: linear_modules(options))
 
 
-def check_adapter(model: PreTrainedModel, lora: Any) -> None:
-    """Raise ValueError for a LoRA that does not fit a model, which is changed; one without weights will do."""
-    if lora is not None:
-        get_peft_model(model, lora)
+def check_adapter(model: PreTrainedModel, lora: Any) -> Any:
+    """Return a model with a LoRA on it, where there is one, trainable; the model, which may be empty, is changed.
+
+    Raises ValueError for a LoRA that does not fit it.
+    """
+    if lora is None:
+        return model
+    lora.inference_mode = False  # as an adapter on disk says it
+    return get_peft_model(model, lora)

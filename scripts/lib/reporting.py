@@ -1,7 +1,9 @@
 """What a run shows and keeps: one line per update, metrics.jsonl, curves.png, and the table of policies."""
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +47,10 @@ class RunLog(TrainerCallback):
     def __init__(self, path: Path | None, console: Console, columns: Mapping[str, str] = COLUMNS, every: int = 1):
         self.path, self.console, self.columns, self.every = path, console, columns, every
         self.history: list[dict[str, float]] = []
+        self.started = self.last = (0, time.perf_counter())  # update and time: of the beginning, and of the last line
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.started = self.last = (state.global_step, time.perf_counter())
         if self.path is None or not state.is_world_process_zero or not self.path.exists():
             return
         whole = [line for line in self.path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]  # a kill
@@ -66,7 +70,21 @@ class RunLog(TrainerCallback):
         shown = [f"{text} {logs[name]:.2f}" for name, text in self.columns.items() if name in logs]
         shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
         if shown and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
-            self.console.print(f"update {state.global_step}/{state.max_steps}  {'  '.join(shown)}", highlight=False)
+            shown = [f"{time.strftime('%H:%M:%S')} update {state.global_step}/{state.max_steps}", *shown]
+            self.console.print("  ".join(shown + self.pace(state.global_step, state.max_steps)), highlight=False)
+
+    def pace(self, update: int, updates: int) -> list[str]:
+        """Return the seconds per update since the last line, and the time left at the pace since the beginning.
+
+        Evaluations and checkpoints in between count; nothing is said where no update lies in between.
+        """
+        now = time.perf_counter()
+        (first, started), (before, last) = self.started, self.last
+        if update <= before:
+            return []
+        self.last = update, now
+        left = timedelta(seconds=round((now - started) / (update - first) * (updates - update)))
+        return [f"{(now - last) / (update - before):.2f} s/update", f"{left} left"]
 
 
 def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:

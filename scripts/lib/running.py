@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ def run_script(main: Callable[[], int]) -> None:
 
     Ctrl-C ends with status 130.
     """
+    warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing.* is deprecated", FutureWarning)  # trl's, peft's
     try:
         status = main()
         sys.stdout.flush()

@@ -172,6 +172,8 @@ def test_twenty_faults_are_listed_and_the_others_counted(tmp_path):
         ({"label_source": "model", "kappa": -1.01, "kappa_items": 80}, "kappa", "-1.01 (number)"),
         ({"label_source": "model", "kappa": 0.8, "kappa_items": None}, "kappa_items", "null"),
         ({"label_source": "human", "kappa": 0.8, "kappa_items": 0}, "kappa_items", "0 (integer)"),
+        ({"label_source": "human", "kappa": ..., "kappa_items": 80}, "kappa", "no such field"),
+        ({"label_source": "model", "kappa": 0.8, "kappa_items": ...}, "kappa_items", "no such field"),
     ],
 )
 def test_faults_of_the_manifest_come_with_those_of_the_rows(tmp_path, changes, field, found):
@@ -186,13 +188,15 @@ def test_faults_of_the_manifest_come_with_those_of_the_rows(tmp_path, changes, f
 
 def test_labels_by_people_or_a_model_load_with_a_kappa(tmp_path):
     def load(**changes):
-        load_corpus(save(tmp_path / "c.jsonl", row("a"), row("d", "delta"), manifest=MANIFEST | changes))
+        manifest = {key: value for key, value in (MANIFEST | changes).items() if value is not ...}
+        load_corpus(save(tmp_path / "c.jsonl", row("a"), row("d", "delta"), manifest=manifest))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load(label_source="human", kappa=0.6, kappa_items=50)
         load(label_source="model", kappa=1, kappa_items=50)
         load(kappa=0.1, kappa_items=1)  # computed labels need none
+        load(kappa=..., kappa_items=...)
     with pytest.warns(UserWarning, match="model labels agree with kappa 0.59 on 50 items"):
         load(label_source="model", kappa=0.59, kappa_items=50)
     with pytest.warns(UserWarning, match="human labels agree with kappa 0.9 on 49 items"):

@@ -34,6 +34,7 @@ from transformers import TrainerCallback
 from turngrpo.rewards import exit_reward, update_reward
 from turngrpo.trainer import GatedMemory
 from turngrpo.trainer.reading.gates import GateDecision
+from turngrpo.trainer.runs.interruption import Interruption
 
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / "runs"), str(TESTS.parent / "scripts")]
@@ -238,6 +239,21 @@ def killed(folder):
     return resumable(folder)
 
 
+def interrupted(folder):
+    """The same without checkpoints of its own; in its second update a SIGTERM comes to the second process."""
+    from test_interruption import SignalAt
+    from test_resume import make
+
+    size, interruption = 8 // PartialState().num_processes, Interruption()
+    trainer = make(folder, max_steps=4, per_device_train_batch_size=size, save_strategy="no", **ENGINE)
+    trainer.add_callback(interruption)
+    if PartialState().process_index == 1:
+        trainer.add_callback(SignalAt(1))
+    with interruption.listening(says=False):
+        trainer.train()
+    return {"came": interruption.came, "update": trainer.state.global_step}
+
+
 def resumed(folder, run):
     """Goes on from what another run left."""
     state = PartialState(cpu=True)
@@ -341,6 +357,7 @@ CASES = {
     "split": lambda folder: gradient(folder, split=True),
     "gated": gated,
     "straight": resumable,
+    "interrupted": interrupted,
     "killed": killed,
     "resumed": lambda folder: resumed(folder, "killed"),
     "stopped": lambda folder: resumable(folder, stop=2),

@@ -45,6 +45,14 @@ def test_parts_by_hand(tmp_path):
     assert list(parts["update"].values()) == [100 * (1024 + 128), 100 * 128 * 2, 40 * 64, 5 * 2**26]
     kept = gpu_memory.memory_parts(sizes, config(tmp_path, gradient_checkpointing=False, beta=0.0), 4)["update"]
     assert list(kept.values())[:3] == [100 * 2 * 2048, 100 * 256 * 2, 0]
+    # 4 trajectories of 20 + 10 tokens are 120 to cache, and of 1 turn each 120 to train, where 1000 and 500 may be.
+    less = config(tmp_path, max_tokens_per_microbatch=500)
+    parts = gpu_memory.memory_parts(sizes, less, 2, longest=20, turns=1)
+    assert list(parts["rollout"].values())[0] == 120 * 128
+    assert list(parts["update"].values())[:2] == [120 * (1024 + 128), 120 * 128 * 2]
+    for turns in (5, None):  # 600 tokens, and nobody knows how many
+        update = gpu_memory.memory_parts(sizes, less, 2, longest=20, turns=turns)["update"]
+        assert list(update)[0] == "activations of 500 tokens"
     together = {"always": {"a": 5}, "rollout": {"b": 3, "c": 4}, "update": {"d": 6}}
     assert gpu_memory.peak(together) == 12  # all of them at once would be 18
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import sft
 import train
-from jobs import quickstart
+from jobs import quickstart, training
 from lib import lookup, reporting, running, tokenizing
 from peft import LoraConfig, get_peft_model
 
@@ -107,6 +108,46 @@ def test_a_resumed_run_logs_every_update_once(tmp_path):
     assert list(map(json.loads, path.read_text().splitlines())) == log.history
 
 
+def test_a_line_says_when_how_fast_and_how_long_still(monkeypatch, capsys):
+    """Resumed after update 2: updates 3 and 4 take 10 s each, 5 takes 40 s, so that 5 more take 20 s each."""
+    now = iter([0.0, 100.0, 120.0, 160.0, 170.0])
+    monkeypatch.setattr(reporting.time, "perf_counter", lambda: next(now))
+    log = reporting.RunLog(None, reporting.make_console())
+    state = {"is_world_process_zero": True, "max_steps": 10}
+    log.on_train_begin(None, SimpleNamespace(**state, global_step=2), None)
+    for update in (4, 5, 5):  # the sum at the end comes at the last update once more
+        log.on_log(None, SimpleNamespace(**state, global_step=update), None, logs={"kl": 0.25})
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert re.fullmatch(r"\d\d:\d\d:\d\d update 4/10", lines[0][0])
+    assert [line[1:] for line in lines] == [
+        ["kl 0.2500", "10.00 s/update", "0:01:00 left"],
+        ["kl 0.2500", "40.00 s/update", "0:01:40 left"],
+        ["kl 0.2500"],
+    ]
+
+
+def test_a_signal_ends_train_and_the_same_command_goes_on(tiny, tmp_path, capsys, monkeypatch):
+    """SIGTERM in the first rollout: the update is finished, its checkpoint taken by the next run, which says so."""
+    (tmp_path / "signalling.py").write_text(
+        "import os, signal\n"
+        "def reward(trajectories, trainer_state, **columns):\n"
+        "    if os.path.exists('armed') and trainer_state.max_steps:  # of a training\n"
+        "        os.remove('armed')\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return [float(len(t.turns)) for t in trajectories]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "armed").touch()
+    given = train_arguments(tiny, "run", "--use_peft", "--validation_rows", "1", "--reward_funcs", "signalling.reward")
+    with pytest.raises(KeyboardInterrupt):
+        train.main(given)
+    assert "stopped after update 1: its checkpoint is written" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert train.main([*given, "--resume_from_checkpoint", "true"]) == 0
+    assert "going on from run/checkpoint-1" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["adapter"]
+
+
 def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
     output = tmp_path / "evaluation.json"
     adapter = ["--adapter", str(trained[0] / "adapters" / "run" / "v0001"), "--max_prompt_length", "170"]
@@ -187,11 +228,25 @@ def test_evaluate_names_what_is_wrong_before_it_reads(tiny, tmp_path, monkeypatc
 
 def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert train.main(train_arguments(tiny, tmp_path / "out", "--use_peft", "--dry_run")) == 0
+    update = ["--gradient_accumulation_steps", "2", "--probe", "--eval_strategy", "steps"]
+    assert train.main(train_arguments(tiny, tmp_path / "out", "--use_peft", "--dry_run", *update)) == 0
     assert list(tmp_path.iterdir()) == []
     shown = capsys.readouterr().out
     for text in ("weights", "KV cache", "activations", "AdamW", "6 train, 6 validation", "nothing was trained"):
         assert text in shown
+    assert "CPU memory of a process, estimated" in shown and "GPU" not in shown
+    # 8 trajectories at once, of a prompt and 8 tokens: all that there is to cache.
+    longest = int(re.search(r"up to (\d+) tokens", shown)[1])
+    assert f"KV cache of {8 * (longest + 8)} tokens" in shown.replace(",", "")
+    measured, whole = re.findall(r"trajectories +│ +([\d.]+) |less each\) +│ +([\d.]+)", shown)
+    assert float(whole[1]) == pytest.approx(2 * float(measured[0]), abs=0.02) and float(measured[0]) > 0
+
+
+def test_a_dry_run_refuses_an_output_that_is_taken(tiny, tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(running.SetupError, match="is not empty and its results would be overwritten"):
+        train.main(train_arguments(tiny, tmp_path, "--dry_run"))
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["summary.json"]
 
 
 @pytest.mark.parametrize(
@@ -230,11 +285,18 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
         (["--per_device_train_batch_size", "0"], "per_device_train_batch_size is 0"),
         (["--max_completion_length", "0"], "max_completion_length=0"),
         (["--learning_rate", "-1"], "learning_rate=-1.0"),
+        (["--load_in_4bit"], "--load_in_4bit and --load_in_8bit are not honoured"),
+        (["--gradient_accumulation_steps", "9"], "has 6 rows, but one rollout takes 9 prompts"),
+        (["--reward_funcs", "exit_reward", "exit_reward"], r"several reward functions are named \['exit_reward'\]"),
+        (["--probe"], "--probe is a part of --dry_run"),
+        (["--dry_run", "--probe", "--rollout_engine", "vllm", "--vllm_base_url", "http://x"], "--probe samples with"),
         (["--push_to_hub", "--hub_strategy", "end"], "pushes the exported adapter: add --use_peft"),
         (["--use_peft", "--push_to_hub", "--hub_strategy", "end", "--hub_model_id", "a/b/c"], "Repo id must be"),
     ],
 )
-def test_train_names_what_is_wrong_before_it_starts(tiny, tmp_path, changes, message):
+def test_train_names_what_is_wrong_before_it_starts(tiny, tmp_path, changes, message, monkeypatch):
+    """So does a dry run, which comes as far: no model is loaded for any of it."""
+    monkeypatch.setattr(training, "load_model", None)
     with pytest.raises(running.SetupError, match=message):
         train.main(train_arguments(tiny, tmp_path / "out", *changes))
     assert not (tmp_path / "out").exists()

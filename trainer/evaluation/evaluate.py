@@ -38,8 +38,10 @@ from turngrpo.trainer.reading.rollout import (
     TokenCounts,
     Trajectory,
     collect,
+    progress,
     rollout_progress,
 )
+from turngrpo.trainer.reading.trial import hand_over
 from turngrpo.trainer.reward_calls import call_rewards, call_turn_rewards, reward_arguments, reward_name
 from turngrpo.trainer.sampling.transformers_engine import TransformersEngine
 
@@ -132,7 +134,7 @@ def evaluate_policy(
     names = [reward_name(f) for f in reward_funcs], [reward_name(f) for f in turn_reward_funcs]
     check_names(names[0] + names[1])
     check_weights(config, *names)
-    workflow.bind(tokenizer, config)
+    hand_over(workflow, tokenizer, config, rows[0])
     policy = None if model is None else Policy(model, autocast)
     if engine is None:
         assert policy is not None
@@ -146,7 +148,7 @@ def evaluate_policy(
     given = repeated[own], groups[own], numbers[own], config.eval_seed, EVAL_ITERATION
     hidden = bool(config.disable_tqdm) or not is_main_process()
     with rollout_progress(label, len(repeated[own]), hidden) as on_turn:
-        trajectories = gather_object(collect(workflow, engine, tokenizer, *given, on_turn))
+        trajectories = gather_object(collect(workflow, engine, tokenizer, *given, on_turn, config.max_turns))
     seconds = time.perf_counter() - started
     logged: dict[str, list[float]] = {}
     log_metric = lambda name, value: logged.setdefault(name, []).append(value)  # noqa: E731
@@ -216,7 +218,9 @@ def try_rewards(
 ) -> None:
     """Reward a group of readings with empty replies, which need no model: a broken reward is found before any is."""
     group = [row] * members, [0] * members, list(range(members))
-    trajectories = collect(workflow, Silent(tokenizer.eos_token_id), tokenizer, *group, seed=0, iteration=0)
+    trajectories = collect(
+        workflow, Silent(tokenizer.eos_token_id), tokenizer, *group, seed=0, iteration=0, max_turns=config.max_turns
+    )
     score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
 
 
@@ -252,7 +256,16 @@ def mean_kl(
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     keys = [(trajectory.group, number) for trajectory in trajectories for number in range(len(trajectory.turns))]
     limit = config.max_tokens_per_microbatch
-    scorer = Scorer(policy, pad_id, reference, config.temperature, max_tokens=limit, share_prefix=share_prefix)
+    hidden = bool(config.disable_tqdm) or not is_main_process()
+    scorer = Scorer(
+        policy,
+        pad_id,
+        reference,
+        config.temperature,
+        max_tokens=limit,
+        share_prefix=share_prefix,
+        bar=lambda turns: progress("evaluation: KL", turns, "turn", hidden),
+    )
     with evaluating(policy.model):
         _, total = scorer.sum_kl(turns, keys=keys)
     parts = gather_object([(total, sum(turn.completion_tokens for turn in turns))])

@@ -15,7 +15,7 @@ from turngrpo.trainer.forward.policy import TRAINED, Head, Policy, evaluating, t
 from turngrpo.trainer.forward.shared_prefix import SharedPrefix, compute_prefix, run_together
 from turngrpo.trainer.objective.exact_kl import fused_logprobs_and_kl
 from turngrpo.trainer.objective.losses import token_kl
-from turngrpo.trainer.reading.rollout import Turn
+from turngrpo.trainer.reading.rollout import Turn, progress
 
 # Largest difference of log-probabilities that rounding explains: a new adapter may turn weights by an identity.
 PROBE_TOLERANCE, LOW_PROBE_TOLERANCE = 1e-4, 0.1
@@ -205,7 +205,8 @@ class Scorer:
 
     kl="exact" gives KL(current || reference) over the vocabulary at every prefix, kl="k3" the reference's
     log-probability of each token, and `with_reference_logprobs` that too. `timed(name)` wraps the parts of the work,
-    `count(name, tokens)` what went through the model for each.
+    `count(name, tokens)` what went through the model for each, and `bar(turns)` a whole plan: what it yields is told
+    the turns of every micro-batch.
     """
 
     policy: Policy
@@ -218,6 +219,7 @@ class Scorer:
     with_reference_logprobs: bool = False
     timed: Callable[[str], Any] = lambda name: contextlib.nullcontext()
     count: Callable[[str, float], None] = lambda name, tokens: None
+    bar: Callable[[int], Any] = lambda turns: progress("", turns, "turn", hidden=True)
 
     def plan(
         self, turns: Sequence[Turn], indices: Sequence[int] | None = None, keys: Sequence[Hashable] | None = None
@@ -236,23 +238,31 @@ class Scorer:
         part follows after the last one of a Pass. `kept` holds the reference's hidden states by micro-batch
         for later calls.
         """
+        with self.bar(sum(len(rows) for part in plan for rows in part.microbatches)) as bar:
+            for part in plan:
+                for scored in self._score_pass(turns, part, kept):
+                    yield scored
+                    bar.update(len(scored[0]))
+
+    def _score_pass(
+        self, turns: Sequence[Turn], part: Pass, kept: dict[tuple[int, ...], torch.Tensor] | None
+    ) -> Iterator[tuple[list[int], TurnBatch, Scores]]:
         device = next(self.policy.model.parameters()).device
         dtype = torch.promote_types(self.policy.dtype, torch.float32)
-        for part in plan:
-            against = self._against(turns, part, kept)
+        against = self._against(turns, part, kept)
+        with self.timed("scoring"):
+            current = PolicyPass(self.policy, turns, part, self.pad_id)
+        self.count("scoring", fed_tokens(turns, part))
+        for rows, reference_hidden in zip(part.microbatches, against, strict=True):
+            batch = collate_turns([turns[row] for row in rows], device, dtype)
             with self.timed("scoring"):
-                current = PolicyPass(self.policy, turns, part, self.pad_id)
-            self.count("scoring", fed_tokens(turns, part))
-            for rows, reference_hidden in zip(part.microbatches, against, strict=True):
-                batch = collate_turns([turns[row] for row in rows], device, dtype)
-                with self.timed("scoring"):
-                    scores = self._scores(current.hidden(rows), reference_hidden, batch)
-                if reference_hidden is not None and (self.kl != "exact" or self.with_reference_logprobs):
-                    with self.timed("reference"):
-                        scores = replace(scores, reference_logprobs=self._reference_logprobs(reference_hidden, batch))
-                yield rows, batch, scores
-            with self.timed("optimisation"):
-                current.backward()
+                scores = self._scores(current.hidden(rows), reference_hidden, batch)
+            if reference_hidden is not None and (self.kl != "exact" or self.with_reference_logprobs):
+                with self.timed("reference"):
+                    scores = replace(scores, reference_logprobs=self._reference_logprobs(reference_hidden, batch))
+            yield rows, batch, scores
+        with self.timed("optimisation"):
+            current.backward()
 
     @torch.no_grad()
     def sum_kl(

@@ -2,19 +2,28 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from rich.console import Console
+from rich.markup import escape
+from rich.rule import Rule
 from transformers import TrainerCallback
-from trl.trainer.utils import print_prompt_completions_sample
 
 from turngrpo.trainer.measuring.metrics import COST_NAMES, Meter, scored_metrics
 from turngrpo.trainer.objective.iteration import MicroBatch, ScoredRollout
+from turngrpo.trainer.processes import is_main_process
 from turngrpo.trainer.showing import visible
 
 COMPLETION_COLUMNS = ("prompt", "completion", "advantages")
+SHOWN_TURNS = 4  # of a log where num_completions_to_print says nothing: a screen
+SHOWN_CHARACTERS = 600  # of a prompt or a completion, from both of its ends
+# Chance makes a rollout of constant groups now and then; as many in a row are a reward that tells nothing apart, or a
+# policy that always says the same.
+CONSTANT_ROLLOUTS = 5
 
 
 def synchronize() -> None:
@@ -37,6 +46,7 @@ class UpdateLog:
     ):
         self.metrics, self.reward_names, self.turn_reward_names = metrics, reward_names, turn_reward_names
         self._meter, self._costs = Meter(), dict.fromkeys(COST_NAMES, 0.0)
+        self._constant = 0  # rollouts in a row whose groups were all constant
 
     # ---- costs ----
 
@@ -82,6 +92,14 @@ class UpdateLog:
         metrics["num_tokens"] = [tokens_seen]
         for name, value in scored_metrics([rollout], self.reward_names, self.turn_reward_names).items():
             metrics[name].append(value)
+        self._constant = self._constant + 1 if metrics["frac_reward_zero_std"][-1] == 1 else 0
+        if self._constant == CONSTANT_ROLLOUTS and is_main_process():
+            warnings.warn(
+                f"in each of the last {CONSTANT_ROLLOUTS} rollouts all members of every group had the same reward "
+                "(frac_reward_zero_std is 1), so that no trajectory has an advantage: look at some turns "
+                "(log_completions=True), at the rewards by function, and at num_generations and temperature",
+                stacklevel=2,
+            )
 
     def add_logged(self, pending: dict[str, list[float]], mode: str) -> None:
         """Log what reward functions of all processes gave to TRL's log_metric, and empty it."""
@@ -197,14 +215,19 @@ class CompletionLog:
             "extra": {"split": mode, "group": group, "member": member, "step": turn.step} | extra,
         }
 
-    def show(self, update: int, count: int | None) -> None:
-        """Print TRL's table of `count` rows, or of all, in which no text steers the terminal."""
-        if not self.columns["prompt"]:
-            return
-        prompts, completions = ([visible(text) for text in self.columns[name]] for name in ("prompt", "completion"))
-        extra = {name: [visible(str(value)) for value in values] for name, values in self.columns["extra"].items()}
-        rewards, advantages = self.columns["rewards"], self.columns["advantages"]
-        print_prompt_completions_sample(prompts, completions, rewards, advantages, update, count, extra)  # type: ignore[arg-type]
+    def show(self, update: int, count: int) -> None:
+        """Print up to `count` turns from everywhere in the log, one below the other."""
+        turns, console = len(self.columns["prompt"]), Console()
+        for index in [place * turns // count for place in range(min(count, turns))] if count < turns else range(turns):
+            rewards = {name: values[index] for name, values in self.columns["rewards"].items()}
+            extra = {name: values[index] for name, values in self.columns["extra"].items()}
+            place = ", ".join(f"{name} {value}" for name, value in extra.items())
+            console.print(Rule(escape(visible(f"update {update}, {place}")), align="left"))
+            console.print(shortened(self.columns["prompt"][index]), style="dim", markup=False, highlight=False)
+            console.print(shortened(self.columns["completion"][index]), markup=False, highlight=False)
+            numbers = [f"{name} {value:.3g}" for name, value in rewards.items() if value == value]
+            numbers.append(f"advantage {self.columns['advantages'][index]:+.3g}")
+            console.print("  ".join(numbers), style="bold", markup=False, highlight=False)
 
     def clear(self) -> None:
         for column in self.columns.values():
@@ -221,6 +244,19 @@ class CompletionLog:
         for name, values in state.items():
             self.columns[name].clear()
             (self.columns[name].update if isinstance(values, dict) else self.columns[name].extend)(values)
+
+
+def shortened(text: str) -> str:
+    """Return the two ends of a long text, which steers no terminal, and how many characters are left out between them.
+
+    >>> shortened("a" * 400 + "b" * 400)[295:330]
+    'aaaaa ... [200 characters] ... bbbb'
+    """
+    text = visible(text)
+    if len(text) <= SHOWN_CHARACTERS:
+        return text
+    half = SHOWN_CHARACTERS // 2
+    return f"{text[:half]} ... [{len(text) - SHOWN_CHARACTERS} characters] ... {text[-half:]}"
 
 
 class OptimizerTimer(TrainerCallback):

@@ -53,7 +53,12 @@ class ChatFormat:
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def encode(self, segments: list[str]) -> list[list[int]]:
-        """Return token-id segments of one prompt: template head, each text segment apart, template tail."""
+        """Return token-id segments of one prompt: template head, each text segment apart, template tail.
+
+        Raises ValueError for a bare string, of which every character would be a segment.
+        """
+        if isinstance(segments, str):
+            raise ValueError(f"encode got the text {segments[:60]!r}, expected a list of texts: encode([text])")
         return [self.head, *(self.encode_text(text) for text in segments), self.tail]
 
     def prompt_form(self, segments: list[str]) -> str | list[dict[str, str]]:

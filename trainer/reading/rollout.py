@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, NamedTuple, Protocol
 
 from tqdm.auto import tqdm
@@ -250,26 +251,35 @@ def collect(
     seed: int,
     iteration: int,
     on_turn: Callable[[int, int], None] | None = None,
+    max_turns: int | None = None,
 ) -> list[Trajectory]:
     """Read every row to its end and return one trajectory per row, in the order of `rows`.
 
     All trajectories still reading take their next turn together, so that one engine call holds all members of a group
     at the same step; a trajectory that ends leaves the batch and shifts nobody. `on_turn(turn, active)` reports
-    progress.
+    progress. Raises ValueError naming a row that goes on after `max_turns`, and for a workflow that returns what is
+    no prompt or no decision to go on.
     """
     trajectories = [
         Trajectory(row=row, group=group, member=member)
         for row, group, member in zip(rows, groups, members, strict=True)
     ]
-    states = [workflow.start(row) for row in rows]
+    states, name = [workflow.start(row) for row in rows], type(workflow).__name__
     active, index = list(range(len(rows))), 0
     while active:
         if on_turn is not None:
             on_turn(index, len(active))
+        if max_turns is not None and index >= max_turns:
+            raise ValueError(
+                f"{row_name(rows[active[0]], groups[active[0]])} still goes on after {index} turns, as many as "
+                f"max_turns={max_turns} allows: let {name}.advance return False where it ends, or raise max_turns"
+            )
         messages = getattr(workflow, "messages", lambda state: None)
         requests = [
             Request(
-                segments=workflow.prompt(states[i]),
+                segments=check_segments(
+                    workflow.prompt(states[i]), f"{name}.prompt, {row_name(rows[i], groups[i])}, turn {index}"
+                ),
                 key=NoiseKey(seed, iteration, groups[i], members[i], index),
                 label=row_name(rows[i], groups[i]),
                 messages=messages(states[i]),
@@ -291,7 +301,7 @@ def collect(
             )
             trajectory.prompt = request.messages
             trajectory.turns.append(turn)
-            if workflow.advance(states[i], turn):
+            if check_goes_on(workflow.advance(states[i], turn), f"{name}.advance, {request.label}, turn {index}"):
                 goes_on.append(i)
             turn.memory = getattr(states[i], "memory", None)
         active, index = goes_on, index + 1
@@ -303,15 +313,53 @@ def collect(
     return trajectories
 
 
+def check_segments(segments: Any, where: str) -> list[list[int]]:
+    """Return what a workflow's prompt returned; ValueError for anything but a list of lists of token ids."""
+    if isinstance(segments, list | tuple) and all(isinstance(segment, list | tuple) for segment in segments):
+        odd = [t for segment in segments for t in segment if not isinstance(t, Integral) or isinstance(t, bool)]
+        if not odd:
+            return segments  # type: ignore[return-value]
+        found = f"segments that hold {odd[0]!r} ({type(odd[0]).__name__})"
+    elif isinstance(segments, list | tuple):
+        wrong = next(segment for segment in segments if not isinstance(segment, list | tuple))
+        kind = type(wrong).__name__
+        found = {"int": "one flat list of token ids", "str": "a list of texts"}.get(
+            kind, f"a list that holds a {kind}"
+        )
+    else:
+        found = f"a {type(segments).__name__}"
+    raise ValueError(
+        f"{where}: found {found}, expected a list of segments, each a list of token ids, as in [[1, 2], [3]]: "
+        "ChatFormat(tokenizer).encode([text, ...]) makes them of texts; one list of ids goes in as [ids], a tensor as "
+        "[tensor.tolist()]"
+    )
+
+
+def check_goes_on(value: Any, where: str) -> bool:
+    """Return what a workflow's advance returned; ValueError for anything but a bool (numpy's too)."""
+    if type(value).__name__ not in ("bool", "bool_"):
+        raise ValueError(
+            f"{where}: returned {value!r:.60}, expected True while the trajectory goes on, and False at its end"
+        )
+    return bool(value)
+
+
 def row_name(row: dict[str, Any], index: int) -> str:
     """Name a dataset row in messages: its id where it has one, else its place."""
     return f"row {row['id']!r}" if "id" in row else f"row {index}"
 
 
 @contextlib.contextmanager
+def progress(label: str, total: int, unit: str, hidden: bool) -> Iterator[Any]:
+    """Show a bar of one stage, which goes when it has ended; yields it."""
+    with tqdm(total=total, desc=label, unit=unit, leave=False, disable=hidden) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
 def rollout_progress(label: str, rows: int, hidden: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a bar of the trajectories that have ended in one rollout; yields collect()'s `on_turn`."""
-    with tqdm(total=rows, desc=label, unit="trajectory", leave=False, disable=hidden) as bar:
+    with progress(label, rows, "trajectory", hidden) as bar:
 
         def on_turn(turn: int, active: int) -> None:
             bar.set_postfix_str(f"turn {turn + 1}, {active} reading")

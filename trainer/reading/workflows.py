@@ -160,6 +160,19 @@ class _MemoryAgent:
         state.answering = True
         return max(*lengths, sum(map(len, self.prompt(state)))) + memory
 
+    def prompt_parts(self, row: dict[str, Any]) -> dict[str, int]:
+        """Return the tokens of the longest prompt that a row can have, by part; they sum up to `max_prompt_tokens`."""
+        state, bound = self.start(row), self.max_prompt_tokens(row)
+        memory = max(self.max_memory_tokens, state.memory_tokens)
+        texts = [len(self.chat.encode_text(chunk["text"])) for chunk in state.chunks]
+        state.chunk = texts.index(max(texts))
+        state.answering = sum(map(len, self.prompt(state))) + memory - state.memory_tokens < bound
+        segments = self._segments(state)
+        parts = {"instruction": segments[0], "question": segments[1]}
+        lengths = {name: len(self.chat.encode_text(text)) for name, text in parts.items()}
+        lengths |= {"chunk": 0 if state.answering else texts[state.chunk], "memory": memory}
+        return lengths | {"template": bound - sum(lengths.values())}
+
     def write(self, state: _Reading, turn: Turn, candidate: str) -> None:
         """Make `candidate` the memory, cut to `max_memory_tokens`."""
         state.memory, state.memory_tokens, turn.memory_cut = self.chat.cut(candidate, self.max_memory_tokens)

@@ -18,7 +18,7 @@ FREE_FIELDS = (
     "eval_on_start do_eval do_train do_predict load_best_model_at_end metric_for_best_model greater_is_better "
     "per_device_eval_batch_size num_generations_eval eval_temperature eval_top_p eval_seed push_to_hub hub_model_id "
     "hub_strategy hub_token hub_private_repo hub_always_push hub_revision resume_from_checkpoint allow_changed "
-    "allow_overlap log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo "
+    "allow_overlap max_turns log_completions num_completions_to_print log_unique_prompts log_completions_hub_repo "
     "dataloader_num_workers "
     "dataloader_prefetch_factor dataloader_pin_memory dataloader_persistent_workers ledger "
     "vllm_base_url vllm_server_base_url vllm_server_timeout vllm_adapter_dir vllm_request_timeout "

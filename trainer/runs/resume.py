@@ -51,13 +51,8 @@ def train_sampler(sampler: RepeatSampler, steps_taken: Callable[[], int]) -> Epo
 
     Raises ValueError where the dataset is too short for one rollout.
     """
+    check_length(len(sampler.data_source), sampler.batch_size)
     per_epoch = len(sampler) // (sampler.mini_repeat_count * sampler.batch_size)  # training steps
-    if per_epoch == 0:
-        raise ValueError(
-            f"the train dataset has {len(sampler.data_source)} rows, but one rollout takes {sampler.batch_size} "
-            "prompts (generation_batch_size / num_generations): add rows, or lower gradient_accumulation_steps, "
-            "steps_per_generation or per_device_train_batch_size"
-        )
     return EpochSampler(
         sampler.data_source,
         sampler.mini_repeat_count,
@@ -67,6 +62,16 @@ def train_sampler(sampler: RepeatSampler, steps_taken: Callable[[], int]) -> Epo
         sampler.seed,
         epoch=lambda: steps_taken() // per_epoch,
     )
+
+
+def check_length(rows: int, prompts: int) -> None:
+    """Raise ValueError where a dataset is too short for one rollout."""
+    if rows < prompts:
+        raise ValueError(
+            f"the train dataset has {rows} rows, but one rollout takes {prompts} prompts (generation_batch_size / "
+            "num_generations): add rows, or lower gradient_accumulation_steps, steps_per_generation or "
+            "per_device_train_batch_size"
+        )
 
 
 @contextmanager

@@ -1,0 +1,67 @@
+"""SIGTERM and Ctrl-C end a training after its update, with a checkpoint; a second one ends it at once."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A launcher passes on what the terminal has sent to its processes already: within this time it is the same request.
+SAME_REQUEST = 1.0  # seconds
+
+
+class Interruption(TrainerCallback):
+    """Lets a trainer finish its update and write a whole checkpoint when a signal came to any of its processes.
+
+    Add it to the trainer and train inside `listening`, on every process; `came` says afterwards whether it was so. The
+    processes agree at the end of every update and evaluation.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._first: float | None = None  # when this process's signal came
+        self._says = True
+
+    @contextmanager
+    def listening(self, says: bool = True) -> Iterator[None]:
+        """Take the signals over, in the main thread alone, where Python handles them; `says`: tell so on stderr."""
+        self.came, self._first, self._says = False, None, says
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+            if self._says:
+                name = signal.Signals(number).name
+                text = f"\n{name}: this update is finished and a checkpoint written; another one ends at once\n"
+                os.write(2, text.encode())  # print is not for signal handlers
+        elif now - self._first > SAME_REQUEST:
+            raise KeyboardInterrupt
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if any(gather_object([self._first is not None])):
+            self.came = True
+            args.save_only_model = False  # there is a state to go on from
+            control.should_save = control.should_training_stop = True
+
+    on_evaluate = on_step_end  # the checkpoint follows on the evaluation
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let nothing be logged, evaluated or saved as at the end of an epoch, which has not come."""
+        if self.came:
+            control.should_log = control.should_evaluate = control.should_save = False
