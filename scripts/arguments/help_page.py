@@ -141,7 +141,7 @@ def _head(usage: str, doc: str, required: Collection[str]) -> list[str]:
 
 
 def _foot() -> list[str]:
-    return ["--help is this page, --help_all the whole text of every option; --config FILE reads options from YAML"]
+    return ["--help is this page, --help_all all of every option; --config FILE reads options from YAML"]
 
 
 def _topics(
