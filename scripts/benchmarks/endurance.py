@@ -32,7 +32,7 @@ from common import console
 from rich.table import Table
 
 from turngrpo.trainer.files import sha256
-from turngrpo.trainer.runs.compare import compare_states
+from turngrpo.trainer.runs.compare import LEFT_OUT, compare_states
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests" / "helpers")]
@@ -41,7 +41,7 @@ from jobs.quickstart import prepare as prepare_start  # noqa: E402
 
 LAUNCH = "-m accelerate.commands.launch --config_file accelerate_configs/cpu_2proc.yaml".split()
 UPDATES = 8  # of a run that is killed; a checkpoint after each
-TIMES = ("time", "second", "runtime")  # in the name of what no two runs share
+UNEQUAL = (*LEFT_OUT, "second")  # in the name of what two equal runs need not share
 LIMIT = 1800  # seconds after which a run hangs
 
 
@@ -58,11 +58,11 @@ class Kind:
 # ---- what a run leaves ----
 
 
-def without_times(value: Any) -> Any:
-    """Return JSON content without the fields that say how long something took."""
+def without_unequal(value: Any) -> Any:
+    """Return JSON content without the fields that two equal runs need not share, such as durations."""
     if isinstance(value, Mapping):
-        return {key: without_times(one) for key, one in value.items() if not any(part in key for part in TIMES)}
-    return [without_times(one) for one in value] if isinstance(value, list) else value
+        return {key: without_unequal(one) for key, one in value.items() if not any(part in key for part in UNEQUAL)}
+    return [without_unequal(one) for one in value] if isinstance(value, list) else value
 
 
 def half_written(folder: Path) -> list[str]:
@@ -76,8 +76,8 @@ def trained(folder: Path) -> dict[str, Any]:
     rollouts = sorted((folder / "rollouts").glob("*.parquet"))
     versions = sorted(path for path in (folder / "adapters" / folder.name).iterdir() if path.is_dir())
     return {
-        "logged": without_times([json.loads(line) for line in logged]),
-        "ledger": {path.name: without_times(pq.read_table(path).to_pylist()) for path in rollouts},
+        "logged": without_unequal([json.loads(line) for line in logged]),
+        "ledger": {path.name: without_unequal(pq.read_table(path).to_pylist()) for path in rollouts},
         "versions": [path.name for path in versions],
         "weights": [sha256(path / "adapter_model.safetensors") for path in versions],
         "half written": half_written(folder),
@@ -87,7 +87,7 @@ def trained(folder: Path) -> dict[str, Any]:
 def imitated(folder: Path) -> dict[str, Any]:
     """Return what sft.py left."""
     return {
-        "losses": without_times(json.loads((folder / "sft.json").read_text(encoding="utf-8"))),
+        "losses": without_unequal(json.loads((folder / "sft.json").read_text(encoding="utf-8"))),
         "weights": sha256(folder / "adapter_model.safetensors"),
         "half written": half_written(folder),
     }
@@ -98,7 +98,7 @@ def laboratory(folder: Path) -> dict[str, Any]:
     results = json.loads((folder / "report" / "results.json").read_text(encoding="utf-8"))
     kept = {name: value for name, value in results.items() if name not in ("archives", "costs", "options")}
     return {
-        "results": without_times(kept),
+        "results": without_unequal(kept),
         "not identical": [name for name, one in results["resume"].items() if not one["identical"]],
         "half written": half_written(folder),
     }
@@ -306,7 +306,7 @@ def main() -> int:
     record = output / "endurance.json"
     report: dict[str, Any] = json.loads(record.read_text()) if record.is_file() else {"kills": {}, "straight": {}}
     if not (output / "start" / "model" / "config.json").is_file():
-        prepare_start(output / "start", given.seed, StartOptions(6, 16, reading_updates=150, spoiling_updates=0))
+        prepare_start(output / "start", given.seed, StartOptions(6, 32, reading_updates=400, spoiling_updates=60))
     with local_hub() as hub:
         kinds = make_kinds(output / "start", hub)
         for name in given.kinds or kinds:
