@@ -431,6 +431,16 @@ trainer/runs/checkpoints.py
     trl.GRPOTrainer._push_from_checkpoint(self, checkpoint_folder)
 trainer/runs/identity.py
     transformers.PreTrainedTokenizerBase
+trainer/runs/interruption.py
+    accelerate.utils.gather_object(object)
+    transformers.TrainerCallback
+    transformers.TrainerCallback.on_epoch_end(self, args, state, control, kwargs)
+    transformers.TrainerCallback.on_step_end(self, args, state, control, kwargs)
+    transformers.TrainerControl().should_evaluate
+    transformers.TrainerControl().should_log
+    transformers.TrainerControl().should_save
+    transformers.TrainerControl().should_training_stop
+    trl.GRPOConfig().save_only_model
 trainer/runs/proof.py
     deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum
@@ -460,6 +470,7 @@ trainer/sampling/served_adapter.py
 trainer/turn_grpo_trainer.py
     accelerate.Accelerator().device
     accelerate.Accelerator().gradient_state
+    accelerate.Accelerator().is_main_process
     accelerate.Accelerator().process_index
     accelerate.Accelerator().scaler
     accelerate.Accelerator().sync_gradients
@@ -522,6 +533,7 @@ trainer/turn_grpo_trainer.py
     trl.GRPOTrainer().log_completions
     trl.GRPOTrainer().loss_type
     trl.GRPOTrainer().model
+    trl.GRPOTrainer().num_completions_to_print
     trl.GRPOTrainer().num_generations
     trl.GRPOTrainer().num_generations_eval
     trl.GRPOTrainer().num_iterations
@@ -554,6 +566,7 @@ trainer/turn_grpo_trainer.py
         metric_key_prefix)
     trl.GRPOTrainer.init_hf_repo(self, token, private)
     trl.GRPOTrainer.is_world_process_zero(self)
+    trl.GRPOTrainer.log(self, logs, start_time)
     trl.GRPOTrainer.prediction_step(self, model, inputs, prediction_loss_only, ignore_keys)
     trl.GRPOTrainer.push_to_hub(self, commit_message, blocking, token, revision, private, kwargs)
     trl.GRPOTrainer.save_model(self, output_dir, _internal_call)
