@@ -433,6 +433,16 @@ trainer/runs/checkpoints.py
     trl.GRPOTrainer._push_from_checkpoint(self, checkpoint_folder)
 trainer/runs/identity.py
     transformers.PreTrainedTokenizerBase
+trainer/runs/interruption.py
+    accelerate.utils.gather_object(object)
+    transformers.TrainerCallback
+    transformers.TrainerCallback.on_epoch_end(self, args, state, control, kwargs)
+    transformers.TrainerCallback.on_step_end(self, args, state, control, kwargs)
+    transformers.TrainerControl().should_evaluate
+    transformers.TrainerControl().should_log
+    transformers.TrainerControl().should_save
+    transformers.TrainerControl().should_training_stop
+    trl.GRPOConfig().save_only_model
 trainer/runs/proof.py
     deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum
@@ -462,6 +472,7 @@ trainer/sampling/served_adapter.py
 trainer/turn_grpo_trainer.py
     accelerate.Accelerator().device
     accelerate.Accelerator().gradient_state
+    accelerate.Accelerator().is_main_process
     accelerate.Accelerator().process_index
     accelerate.Accelerator().scaler
     accelerate.Accelerator().sync_gradients

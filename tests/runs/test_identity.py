@@ -366,6 +366,7 @@ OTHER = {  # another value of every free field, and what it needs beside it
     "resume_from_checkpoint": {"resume_from_checkpoint": "unused by the trainer"},
     "allow_changed": {"allow_changed": ["rewards"]},
     "allow_overlap": {"allow_overlap": True},
+    "max_turns": {"max_turns": 9},
     "log_completions": {"log_completions": True},
     "num_completions_to_print": {"log_completions": True, "num_completions_to_print": 0},
     "log_unique_prompts": {"log_completions": True, "log_unique_prompts": True},
