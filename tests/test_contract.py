@@ -566,6 +566,7 @@ trainer/turn_grpo_trainer.py
     trl.GRPOTrainer.compute_loss(self, model, inputs, return_outputs, num_items_in_batch)
     trl.GRPOTrainer.evaluation_loop(self, dataloader, description, prediction_loss_only, ignore_keys,
         metric_key_prefix)
+    trl.GRPOTrainer.create_model_card(self, model_name, dataset_name, tags)
     trl.GRPOTrainer.init_hf_repo(self, token, private)
     trl.GRPOTrainer.is_world_process_zero(self)
     trl.GRPOTrainer.log(self, logs, start_time)
@@ -597,6 +598,7 @@ trainer/warm_start.py
         ignore_keys_for_eval, start_time, resume_from_checkpoint, epochs_trained, steps_trained_in_current_epoch)
     trl.SFTTrainer._save_checkpoint(self, model, trial)
     trl.SFTTrainer.add_callback(self, callback)
+    trl.SFTTrainer.create_model_card(self, model_name, dataset_name, tags)
     trl.SFTTrainer.remove_callback(self, callback)
     trl.SFTTrainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 """
