@@ -38,7 +38,7 @@ RUN = {
     "prepare_corpus.py world": "--rows_per_project 2 --chunk_size 40",
     "prepare_corpus.py memagent": "",
     "sft.py --corpus": f"{SMALL} 1",
-    "train.py --corpus": f"{SMALL} 2 --num_generations 4 --per_device_train_batch_size 4 --max_completion_length 8 "
+    "lora.yaml": f"{SMALL} 2 --num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --max_completion_length 8 "
     "--logging_steps 1 --save_steps 1 --validation_rows 1 --report_to none --weight_decay 0.5 --learning_rate 0.01",
     "evaluate.py --model warm": "--rows 2",
     "export_adapter.py --checkpoint out --name": "",
@@ -171,7 +171,7 @@ def test_from_a_corpus_to_an_answer(folder, monkeypatch, capsys):
     assert Path("warm/model.safetensors").is_file() and Path("warm/tokenizer_config.json").is_file()
 
     # "with --dry_run first: it checks ... and writes nothing", by the launcher itself
-    words = shlex.split(f"{command('train.py --corpus')} {RUN['train.py --corpus']}")
+    words = shlex.split(f"{command('lora.yaml')} {RUN['lora.yaml']}")
     assert words[:3] == ["uv", "run", "accelerate"] and words[3] == "launch"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", *words[4:]]
     done = subprocess.run(launcher, capture_output=True, text=True, timeout=120)
@@ -179,12 +179,13 @@ def test_from_a_corpus_to_an_answer(folder, monkeypatch, capsys):
     assert "nothing was trained or written" in done.stdout and not Path("out").exists()
 
     # "The same without --dry_run trains and leaves ..."
-    (dry,) = re.findall(r"The same without `(--\w+)` trains", README)
-    run("train.py --corpus", without=(dry,))
+    (dry,) = re.findall(r"The same without `(--\w+)`\s+trains", README)
+    run("lora.yaml", without=(dry,))
     left = {path.name for path in Path("out").iterdir()}
     assert {"summary.json", "metrics.jsonl", "curves.png", "checkpoint-1", "checkpoint-2", "rollouts"} <= left
     first, version = trained(Path("out")), read_version("out/adapters/out/v0001")
-    assert version["update"] == 2 and Path(version["base_model"]) == Path("warm").resolve()
+    base = json.loads(Path("out/adapters/out/v0001/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert version["update"] == 2 and Path(base) == Path("warm").resolve()
     saved = [load_file(f"out/checkpoint-{update}/adapter_model.safetensors") for update in (1, 2)]
     assert any(not torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
 
@@ -193,7 +194,7 @@ def test_from_a_corpus_to_an_answer(folder, monkeypatch, capsys):
         shutil.rmtree(f"out/{name}")
     Path("out/summary.json").unlink()
     (goes_on,) = re.findall(r"the same command with\s+`(--resume_from_checkpoint true)` goes on", README)
-    run("train.py --corpus", *goes_on.split(), without=(dry,))
+    run("lora.yaml", *goes_on.split(), without=(dry,))
     assert trained(Path("out")) == first and Path("out/summary.json").is_file()
 
     run("evaluate.py --model warm")
