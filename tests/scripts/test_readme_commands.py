@@ -38,8 +38,8 @@ RUN = {
     "prepare_corpus.py world": "--rows_per_project 2 --chunk_size 40",
     "prepare_corpus.py memagent": "",
     "sft.py --corpus": f"{SMALL} 1",
-    "lora.yaml": f"{SMALL} 2 --num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --max_completion_length 8 "
-    "--logging_steps 1 --save_steps 1 --validation_rows 1 --report_to none --weight_decay 0.5 --learning_rate 0.01",
+    "lora.yaml": f"{SMALL} 2 --num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 "
+    "--max_completion_length 8 --save_steps 1 --validation_rows 1 --weight_decay 0.5 --learning_rate 0.01",
     "evaluate.py --model warm": "--rows 2",
     "export_adapter.py --checkpoint out --name": "",
     "export_adapter.py --checkpoint out/adapters": "",
