@@ -378,8 +378,6 @@ trainer/measuring/update_log.py
     trl.GRPOTrainer()._logs[rewards]
     trl.GRPOTrainer()._metrics[eval]
     trl.GRPOTrainer()._metrics[train]
-    trl.trainer.utils.print_prompt_completions_sample(prompts, completions, rewards, advantages, step, num_samples,
-        extra)
 trainer/objective/exact_kl.py
     torch.autograd.function.once_differentiable(fn)
 trainer/objective/fused_head.py
