@@ -74,17 +74,19 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def corpus_facts(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What an export says of a corpus file: its manifest, SHA-256, and numbers of rows, projects and whole documents.
+    """What an export says of a corpus file: its manifest, SHA-256, and numbers of rows and projects.
 
     Raises CorpusError where load_corpus would.
     """
     check = CorpusCheck(os.fspath(path))
-    projects, documents = list[Any](), 0
-    for row in _checked_rows(path, check):
-        projects.append(row.get("project"))
-        documents += "document" in row
-    counts = {"rows": len(projects), "projects": len(set(projects)), "documents": documents}
+    projects = [row.get("project") for row in _checked_rows(path, check)]
+    counts = {"rows": len(projects), "projects": len(set(projects))}
     return check.manifest | {"digest": corpus_digest(path)} | counts
+
+
+def holds_documents(path: str | os.PathLike[str]) -> bool:
+    """Whether a row of a corpus file is a whole document, which is cut as it is loaded; CorpusError as load_corpus."""
+    return any("document" in row for row in _checked_rows(path, CorpusCheck(os.fspath(path))))
 
 
 def corpus_digest(path: str | os.PathLike[str]) -> str:

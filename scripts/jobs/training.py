@@ -35,7 +35,7 @@ from transformers import PrinterCallback, ProgressCallback
 from trl import ModelConfig
 
 from turngrpo.data_prep import corpus_facts
-from turngrpo.data_prep.corpus import project_digest
+from turngrpo.data_prep.corpus import holds_documents, project_digest
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
 from turngrpo.trainer.checks import (
     check_arguments,
@@ -334,10 +334,11 @@ def provenance(run: Run) -> dict[str, Any]:
     projects = set(run.train["project"]) if corpus is not None else set()
     script = asdict(run.options) | {"train_projects": sorted(map(project_digest, projects))}
     config = {"script": script, "model": asdict(run.model_options)}
+    cut = run.options.corpus is None or holds_documents(run.options.corpus)
     return {
         "corpus": corpus,
         "config": config,
-        "reading": chunk_length(run) if corpus and not corpus["documents"] else {},
+        "reading": {} if cut else chunk_length(run),
     }
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from test_chunking import TOKENIZER
 
 from turngrpo.data_prep import CorpusError, corpus_digest, corpus_facts, load_corpus, read_manifest, write_corpus
+from turngrpo.data_prep.corpus import holds_documents
 
 MANIFEST = {
     "format": "turngrpo-corpus/1",
@@ -65,6 +66,7 @@ def test_documents_are_cut_and_labelled(tmp_path):
     expected = [("xyz", True), ("xyz", True), ("x", False)]
     assert corpus["train"][0]["chunks"] == [{"text": text, "evidence": label} for text, label in expected]
     error = faults(path, chunk_size=3)
+    assert holds_documents(path) and not holds_documents(save(tmp_path / "e.jsonl", row("a"), row("d", "delta")))
     assert "line 2, field document: found a row with a document, but no tokenizer; expected a tokenizer" in str(error)
     path = save(tmp_path / "d.jsonl", row("a", **document), row("b", **document), row("d", "delta"))
     assert places(faults(path)) == [(2, "document")]  # said once
