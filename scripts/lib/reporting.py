@@ -25,7 +25,7 @@ COLUMNS = {
     "format/parsed": "parsed",
     "turns/mean": "turns",
 }
-CURVES = (*list(COLUMNS)[:6], "kl")
+CURVES = (*list(COLUMNS)[:6], "turns/mean", "kl")
 
 
 WIDTH = 150  # where the output is no terminal
@@ -67,11 +67,18 @@ class RunLog(TrainerCallback):
         if self.path is not None:
             with writing(str(self.path), going_on(self.path.parent)), open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record, default=float) + "\n")
-        shown = [f"{text} {logs[name]:.2f}" for name, text in self.columns.items() if name in logs]
-        shown += [f"kl {logs['kl']:.4f}"] if "kl" in logs else []
+        start = f"{time.strftime('%H:%M:%S')} update {state.global_step}/{state.max_steps}"
+        if validated := self.numbers(logs, "eval_"):
+            self.console.print("  ".join([start, "validation", *validated]), highlight=False)
+        shown = self.numbers(logs)
         if shown and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
-            shown = [f"{time.strftime('%H:%M:%S')} update {state.global_step}/{state.max_steps}", *shown]
-            self.console.print("  ".join(shown + self.pace(state.global_step, state.max_steps)), highlight=False)
+            shown += self.pace(state.global_step, state.max_steps)
+            self.console.print("  ".join([start, *shown]), highlight=False)
+
+    def numbers(self, logs: Mapping[str, float], prefix: str = "") -> list[str]:
+        """Return what a line says of a log."""
+        shown = [f"{text} {logs[prefix + name]:.2f}" for name, text in self.columns.items() if prefix + name in logs]
+        return shown + ([f"kl {logs[f'{prefix}kl']:.4f}"] if f"{prefix}kl" in logs else [])
 
     def pace(self, update: int, updates: int) -> list[str]:
         """Return the seconds per update since the last line, and the time left at the pace since the beginning.
@@ -88,21 +95,37 @@ class RunLog(TrainerCallback):
 
 
 def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw reward, gates, answers and KL over the updates; nothing where nothing was logged."""
+    """Draw reward, gates, answers, turns and KL over the updates, in training and on validation rows, in two rows.
+
+    The first and the last value of a curve stand at its ends. Nothing is drawn where nothing was logged.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    curves = {name: [(log["update"], log[name]) for log in history if name in log] for name in CURVES}
-    curves = {name: points for name, points in curves.items() if points}
-    if not curves:
+    names = [name for name in CURVES if any(name in log or f"eval_{name}" in log for log in history)]
+    if not names:
         return
-    figure, axes = pyplot.subplots(1, len(curves), figsize=(3.2 * len(curves), 2.8), squeeze=False)
-    for axis, (name, points) in zip(axes[0], curves.items(), strict=True):
-        axis.plot(*zip(*points, strict=True))
-        axis.set(title=COLUMNS.get(name, name), xlabel="update")
+    width = -(-len(names) // 2)
+    figure, axes = pyplot.subplots(2, width, figsize=(3.4 * width, 5.6), sharex=True, squeeze=False)
+    for axis, name in zip(axes.flat, names, strict=False):
+        for prefix, label, look, above in (("", "training", {}, 5), ("eval_", "validation", {"marker": "."}, -13)):
+            points = [(log["update"], log[prefix + name]) for log in history if prefix + name in log]
+            if not points:
+                continue
+            (line,) = axis.plot(*zip(*points, strict=True), label=label, **look)
+            for point, side in ((points[0], "left"), (points[-1], "right")):
+                text = {"xytext": (0, above), "textcoords": "offset points", "ha": side, "color": line.get_color()}
+                axis.annotate(f"{point[1]:.3g}", point, **text)
+        axis.set_title(name, fontsize=11)
+        axis.margins(x=0.12, y=0.15)
         axis.grid(alpha=0.3)
+    for axis in axes.flat[len(names) :]:
+        axis.set_axis_off()
+    for axis in axes[-1]:
+        axis.set_xlabel("update")
+    axes[0, 0].legend(fontsize=9)
     figure.tight_layout()
     with writing(str(path), going_on(path.parent)):
         figure.savefig(path, dpi=120)

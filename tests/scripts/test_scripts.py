@@ -126,6 +126,17 @@ def test_a_line_says_when_how_fast_and_how_long_still(monkeypatch, capsys):
     ]
 
 
+def test_a_validation_has_a_line_and_a_curve_of_its_own(tmp_path, capsys):
+    log = reporting.RunLog(None, reporting.make_console())
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3, max_steps=9)
+    log.on_log(None, state, None, logs={"eval_reward": 0.5, "eval_kl": 0.25, "eval_runtime": 1.0})
+    assert re.fullmatch(r"\S+ update 3/9  validation  reward 0.50  kl 0.2500\n", capsys.readouterr().out)
+    reporting.write_curves(log.history, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    reporting.write_curves([{"update": 1, "loss": 0.5}], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
 def test_a_signal_ends_train_and_the_same_command_goes_on(tiny, tmp_path, capsys, monkeypatch):
     """SIGTERM in the first rollout: the update is finished, its checkpoint taken by the next run, which says so."""
     (tmp_path / "signalling.py").write_text(
