@@ -154,6 +154,16 @@ def test_refused_names_are_fields():
     assert {f.name for f in fields(TrainingArguments)} >= set(REFUSED) - trl_fields()
 
 
+@pytest.mark.parametrize(("group", "batch"), [(1, 8), (2, 8), (3, 9), (8, 8), (12, 12), (16, 16)])
+def test_an_evaluation_batch_holds_whole_groups(group, batch):
+    """TRL's 8 is refused for groups of 3, 12 and 16 as soon as something is evaluated."""
+    sizes = {"per_device_train_batch_size": 48, "num_generations": group if group > 1 else 2, "eval_strategy": "steps"}
+    config = TurnGRPOConfig("out", num_generations_eval=group, use_cpu=True, bf16=False, eval_steps=1, **sizes)
+    assert config.per_device_eval_batch_size == batch
+    kept = TurnGRPOConfig("out", num_generations_eval=2, use_cpu=True, bf16=False, per_device_eval_batch_size=4)
+    assert kept.per_device_eval_batch_size == 4
+
+
 def test_defaults_and_paper_values_are_honoured(config, tmp_path):
     config.check_workflow_options()
     TurnGRPOConfig.paper(output_dir=str(tmp_path), report_to="none", bf16=False, use_cpu=True).check_workflow_options()

@@ -9,6 +9,8 @@ from trl import GRPOConfig
 from turngrpo.trainer.inherited_options import option_faults
 from turngrpo.trainer.reading.limits import check_limits, require
 
+TRL_EVAL_BATCH = 8  # per_device_eval_batch_size of transformers
+
 # Of Table 3, where an inherited field has another default.
 PAPER_VALUES: dict[str, Any] = {
     "learning_rate": 1e-6,
@@ -97,6 +99,9 @@ class TurnGRPOConfig(GRPOConfig):
         "full: of every token too; false: nothing.",
     )
     allow_overlap: bool = _our(False, "Evaluate on rows whose ids or projects are trained on too.")
+    per_device_eval_batch_size: int | None = _our(  # type: ignore[assignment]
+        None, "Readings of an evaluation batch; as many whole groups as hold 8 or more when left out."
+    )
     eval_temperature: float = _our(1.0, "Sampling temperature in evaluation, 0 for greedy. Paper: 1.0.")
     eval_top_p: float = _our(0.7, "Nucleus of sampling in evaluation, in (0, 1]. Paper: 0.7.")
     eval_seed: int = _our(0, "Seed of the sampling noise in evaluation, the same at every evaluation.")
@@ -105,6 +110,9 @@ class TurnGRPOConfig(GRPOConfig):
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "a whole number >= 1")  # before they divide anything
+        if self.per_device_eval_batch_size is None:
+            group = self.num_generations_eval or self.num_generations or TRL_EVAL_BATCH
+            self.per_device_eval_batch_size = -(-TRL_EVAL_BATCH // group) * group
         if self.activation_checkpointing is None:  # the name that TRL's default has is a deprecated one
             self.activation_checkpointing = self.gradient_checkpointing
             self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
