@@ -269,7 +269,7 @@ def check_parameters(names: Sequence[str], functions: Sequence[Callable[..., Any
     columns = ", ".join(name for name in given if name not in GIVEN) or "none"
     for name, function in zip(names, functions, strict=True):
         try:
-            parameters = list(inspect.signature(function).parameters.values())
+            parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
         except (TypeError, ValueError):  # of a callable that is written in C
             continue
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

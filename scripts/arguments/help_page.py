@@ -17,12 +17,12 @@ TOPICS = {
     ),
     "how it is read": (
         "workflow layout instruction strict_format exit_gate ignore_exit max_prompt_length max_completion_length "
-        "max_memory_tokens chat_template_kwargs template_kwargs gate_noise read_on think eval_temperature eval_top_p "
-        "eval_seed"
+        "max_memory_tokens max_turns chat_template_kwargs template_kwargs gate_noise read_on think eval_temperature "
+        "eval_top_p eval_seed"
     ),
     "rewards": (
         "reward_funcs turn_reward_funcs reward_weights turn_reward_weights rewards alpha turn_baseline scale_rewards "
-        "advantage_epsilon"
+        "advantage_epsilon reward_timeout"
     ),
     "model": (
         "model model_name_or_path model_revision revision adapter tokenizer dtype use_peft lora_r lora_alpha "
@@ -39,12 +39,12 @@ TOPICS = {
         "allow_changed"
     ),
     "evaluation": (
-        "eval_strategy eval_steps validation_rows validation_members members compare_base compare_ungated "
-        "trivial_policies allow_overlap draws test_rows"
+        "eval_strategy eval_steps per_device_eval_batch_size validation_rows validation_members members baselines "
+        "compare_base compare_ungated compare_document trivial_policies allow_overlap draws test_rows"
     ),
     "output": (
-        "output_dir output adapter_name ledger json tokens name adapters_dir metrics merge logging_steps "
-        "save_steps save_every report_to push_to_hub private preset quickstart dry_run"
+        "output_dir output trajectories adapter_name ledger json tokens name adapters_dir metrics merge logging_steps "
+        "save_steps save_every report_to push_to_hub private preset quickstart dry_run probe"
     ),
 }
 

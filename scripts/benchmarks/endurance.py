@@ -73,7 +73,9 @@ def half_written(folder: Path) -> list[str]:
 def trained(folder: Path) -> dict[str, Any]:
     """Return what train.py left: the numbers logged, the ledger's rows, the versions with their digests."""
     logged = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rollouts = sorted((folder / "rollouts").glob("*.parquet"))
+    rollouts = [
+        path for path in sorted((folder / "rollouts").rglob("*.parquet")) if "abandoned" not in path.parent.name
+    ]
     versions = sorted(path for path in (folder / "adapters" / folder.name).iterdir() if path.is_dir())
     return {
         "logged": without_unequal([json.loads(line) for line in logged]),
@@ -285,7 +287,8 @@ def memory_table(found: Sequence[Mapping[str, float]], updates: int) -> Table:
     for heading in ("MiB", "open handles"):
         table.add_column(heading, justify="right")
     for tenth in range(1, 11):
-        seen = max((one for one in found if one["update"] <= updates * tenth / 10), key=lambda one: one["update"])
+        reached = [one for one in found if one["update"] <= updates * tenth / 10]
+        seen = max(reached or found[:1], key=lambda one: one["update"])
         table.add_row(*(f"{seen[name]:.0f}" for name in ("update", "mebibytes", "handles")))
     return table
 
@@ -332,7 +335,7 @@ def main() -> int:
             report["memory"] = memory(kinds["one process"], given.updates, output / "memory")
             record.write_text(json.dumps(report, indent=2) + "\n")
         if "memory" in report:
-            console().print(memory_table(report["memory"], given.updates))
+            console().print(memory_table(report["memory"], int(max(one["update"] for one in report["memory"]))))
     return int(any(one["differences"] for found in report["kills"].values() for one in found))
 
 

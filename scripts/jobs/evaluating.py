@@ -42,6 +42,7 @@ from turngrpo.trainer.evaluation.evaluate import Evaluation, evaluate_policy, pa
 from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES, ForcedGates
 from turngrpo.trainer.evaluation.whole_document import WholeDocument
 from turngrpo.trainer.reading.chat_format import eos_ids
+from turngrpo.trainer.reading.trial import hand_over
 from turngrpo.trainer.reward_calls import reward_name
 from turngrpo.trainer.runs.columns import ROLLOUT, as_table
 from turngrpo.trainer.runs.ledger import rollout_rows, write_rows
@@ -233,7 +234,7 @@ def evaluate(options: EvaluateArguments) -> int:
         name = "adapter" if (served.base if served else options.adapter) else "model"
         chosen = policies(options, name)
         for workflow, _ in chosen.values():
-            workflow.bind(tokenizer, config)
+            hand_over(workflow, tokenizer, config, rows[0])
         for label in (name, UNGATED):  # the others' prompts are those of the first
             if label in chosen:
                 check_rows(chosen[label][0], rows, options.split, config, model)

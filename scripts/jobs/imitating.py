@@ -70,7 +70,7 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
         trainer = fit(model, tokenizer, examples, names, config, lora, [interruption], allow_changed=allowed)
     if interruption.came:
         if config.process_index == 0:
-            print(f"stopped after update {trainer.state.global_step}: its checkpoint is written")
+            print(interruption.ended(trainer.state.global_step))
         raise KeyboardInterrupt
     with writing(f"the result in {output}", going_on(output)):
         trainer.save_model(config.output_dir)
@@ -78,7 +78,7 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
             losses = [log for log in trainer.state.log_history if "loss" in log]
             (output / "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
             (output / "README.md").unlink(missing_ok=True)  # PEFT's template of a card, not filled in
-    if config.process_index == 0 and not asked:
+    if config.process_index == 0 and not asked and not config.resume_from_checkpoint:
         for checkpoint in output.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
     if config.process_index == 0:

@@ -91,8 +91,9 @@ def prepare(
 ) -> Run:
     """Check everything that can be checked before a model is loaded; `folder` takes the quickstart's start."""
     if options.workflow == "gated":
-        options.reward_funcs = options.reward_funcs or list(GATED_REWARDS)
-        options.turn_reward_funcs = options.turn_reward_funcs or list(TURN_REWARDS)
+        options.reward_funcs = list(GATED_REWARDS) if options.reward_funcs is None else options.reward_funcs
+        if options.turn_reward_funcs is None:  # an empty list, which a recipe may hold, is none
+            options.turn_reward_funcs = list(TURN_REWARDS)
     rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
     turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
     if not rewards:
@@ -188,7 +189,8 @@ def read_rows(options: TrainArguments, config: TurnGRPOConfig, tokenizer: Any) -
 
 def memory(run: Run, longest: int | None) -> Table:
     """Return a table of rough gigabytes that the run needs on one GPU, or in a process on a CPU."""
-    turns = 1 + max((len(row.get("chunks", ())) for row in run.train), default=0)
+    own = "." in run.options.workflow  # nobody knows how many turns it takes
+    turns = None if own else 1 + max((len(row.get("chunks", ())) for row in run.train), default=0)
     place = "CPU memory of a process" if run.config.device.type == "cpu" else "memory of one GPU"
     sizes = model_sizes(empty_model(run.model_options), lora_of(run.model_options))
     width = 4 if run.model_options.dtype in (None, "float32", "auto") else 2
@@ -229,7 +231,8 @@ def probe(run: Run, folder: Path) -> tuple[int, float]:
     iterations, processes = config.num_iterations, config.world_size
     sizes = {"per_device_train_batch_size": group, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
     quiet = {"save_strategy": "no", "eval_strategy": "no", "load_best_model_at_end": False, "report_to": []}
-    quiet |= {"ledger": "false", "log_completions": False, "logging_strategy": "steps", "logging_steps": 1}
+    quiet |= {"push_to_hub": False, "ledger": "false", "log_completions": False}
+    quiet |= {"logging_strategy": "steps", "logging_steps": 1}
     length = {"max_steps": 2 * iterations, "generation_batch_size": group * processes, "output_dir": str(folder)}
     for name, value in (sizes | quiet | length | {"eval_on_start": False, "resume_from_checkpoint": None}).items():
         setattr(config, name, value)
@@ -306,7 +309,7 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
     with interruption.listening(says=run.config.process_index == 0):
         run.timed("training", lambda: trainer.train(resume_from_checkpoint=checkpoint))
     if interruption.came:
-        run.console.print(f"stopped after update {trainer.state.global_step}: its checkpoint is written")
+        run.console.print(interruption.ended(trainer.state.global_step))
         raise KeyboardInterrupt
     if run.validation is not None:
         policies["after"] = run.timed("evaluation after", lambda: evaluate(run, trainer, "after"))

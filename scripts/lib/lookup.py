@@ -11,7 +11,6 @@ from typing import Any
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn
 
 WORKFLOWS = ("gated", "memagent", "single_turn")
-WORKFLOW_METHODS = ("bind", "start", "prompt", "advance")
 TURN_REWARDS = ("update_reward",)
 GATED_REWARDS = ("answer_reward", "exit_reward", "format_reward")  # the method's
 TRAJECTORY_REWARDS = (*GATED_REWARDS, "answer_contains", "answer_f1", "stock_reward")
@@ -63,10 +62,10 @@ def _own_workflow(name: str, given: dict[str, Any]) -> Any:
             f"--workflow is {name!r}, which cannot be made ({error}{_place(error)}): expected a class whose arguments "
             "have defaults, or an instance"
         ) from error
-    missing = [method for method in WORKFLOW_METHODS if not callable(getattr(workflow, method, None))]
-    if missing:
-        kind = type(workflow).__name__
-        raise ValueError(f"--workflow is {name!r}, a {kind} without {', '.join(missing)}: {expected}")
+    try:
+        check_shape(workflow)
+    except ValueError as error:
+        raise ValueError(f"--workflow is {name!r}: {error}") from error
     return workflow
 
 

@@ -82,7 +82,7 @@ def paired_difference(
 ) -> dict[str, dict[str, float | list[float]]]:
     """Return by metric the difference second - first with its 95% interval; both evaluated the same rows.
 
-    The bootstrap draws the same rows for both. Shares that agree on all of R rows may still differ on as many of those
+    The bootstrap draws the same rows for both. Shares that agree on all R rows seen may still differ on as many of those
     not seen as Wilson's interval of 0 of R allows. Raises ValueError where they have different numbers of rows.
     """
     rows = len(first.observations.sums), len(second.observations.sums)
@@ -95,9 +95,9 @@ def paired_difference(
         for part in (first.observations, second.observations)
     ]
     bounds = percentiles(samples[1] - samples[0], names)
-    unseen = wilson(0.0, rows[0])[1]
     for name in (*SHARES, BALANCED):
         if bounds.get(name) == (0.0, 0.0):
+            unseen = wilson(0.0, min(part.observations.rows_with(name) for part in (first, second)))[1]
             bounds[name] = (-unseen, unseen)
     return {
         name: {"difference": second.metrics[name] - first.metrics[name], "interval": list(bounds[name])}

@@ -24,6 +24,11 @@ class Observations:
     sums: np.ndarray  # (R, M)
     counts: np.ndarray  # (R, M)
 
+    def rows_with(self, name: str) -> int:
+        """Return how many rows a metric was observed in; of balanced accuracy one side is enough."""
+        columns = [self.names.index(side) for side in (SIDES if name == BALANCED else (name,)) if side in self.names]
+        return int(self.counts[:, columns].any(axis=1).sum())
+
     def means(self, weights: np.ndarray) -> np.ndarray:
         """Return (S, M) means under row weights (S, R); NaN where nothing was observed."""
         counts = weights @ self.counts
@@ -67,7 +72,7 @@ def share_intervals(observations: Observations, shares: Collection[str]) -> dict
         means = sums[:, columns].sum(axis=0) / totals
         share = float(means.mean())
         influence = ((sums[:, columns] - means * counts[:, columns]) / totals).mean(axis=1)  # (R,)
-        rows = int(counts[:, columns].any(axis=1).sum())
+        rows = observations.rows_with(name)
         variance = rows / max(rows - 1, 1) * float((influence**2).sum())
         number = min(share * (1 - share) / variance, float(totals.sum())) if variance > 0 else float(rows)
         found[name] = wilson(share, number)

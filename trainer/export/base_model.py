@@ -11,7 +11,7 @@ from turngrpo.trainer.files import sha256
 REPOSITORY_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 SNAPSHOT = re.compile(r"models--(?P<name>[^/]+)/snapshots/(?P<revision>[0-9a-f]{40})$")  # as the Hub's client keeps it
 LOCAL = re.compile(r"(?P<name>.*) \(local(?:, SHA-256 (?P<digest>[0-9a-f]{64}))?\)")
-WEIGHT_FILES = ("model*.safetensors", "pytorch_model*.bin")
+WEIGHT_FILES = "model*.safetensors"
 
 
 def public_name(base: Any, revision: str | None) -> tuple[str, str | None]:
@@ -46,12 +46,9 @@ def is_public(name: str) -> bool:
 
 def weights_digest(folder: str | os.PathLike[str]) -> str | None:
     """Return the SHA-256 of what `sha256sum` prints of a model's weight files, None where there are none."""
-    for pattern in WEIGHT_FILES:
-        files = sorted(Path(folder).glob(pattern))
-        if files:
-            lines = "".join(f"{sha256(file)}  {file.name}\n" for file in files)
-            return hashlib.sha256(lines.encode()).hexdigest()
-    return None
+    files = sorted(Path(folder).glob(WEIGHT_FILES))
+    lines = "".join(f"{sha256(file)}  {file.name}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest() if files else None
 
 
 def digest_command(name: str) -> str | None:

@@ -76,8 +76,7 @@ def push_version(
 def _public(version: Path, manifest: Mapping[str, Any]) -> Iterator[Path]:
     """Yield a folder that links to all files of a version, but for the adapter's config, which names no path."""
     with TemporaryDirectory() as links:
-        for file in version.resolve().iterdir():
-            Path(links, file.name).symlink_to(file)
+        shutil.copytree(version.resolve(), links, copy_function=os.symlink, dirs_exist_ok=True)
         if (version / CONFIG).is_file():
             Path(links, CONFIG).unlink()
             Path(links, CONFIG).write_text(public_config(version, manifest), encoding="utf-8")

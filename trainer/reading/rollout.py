@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tqdm.auto import tqdm
 
+from turngrpo.trainer.faults import UserFault
+
 EVAL_ITERATION = -1  # evaluation noise has a domain of its own, whatever eval_seed is
 
 
@@ -270,7 +272,7 @@ def collect(
         if on_turn is not None:
             on_turn(index, len(active))
         if max_turns is not None and index >= max_turns:
-            raise ValueError(
+            raise UserFault(
                 f"{row_name(rows[active[0]], groups[active[0]])} still goes on after {index} turns, as many as "
                 f"max_turns={max_turns} allows: let {name}.advance return False where it ends, or raise max_turns"
             )
@@ -328,7 +330,7 @@ def check_segments(segments: Any, where: str) -> list[list[int]]:
         )
     else:
         found = f"a {type(segments).__name__}"
-    raise ValueError(
+    raise UserFault(
         f"{where}: found {found}, expected a list of segments, each a list of token ids, as in [[1, 2], [3]]: "
         "ChatFormat(tokenizer).encode([text, ...]) makes them of texts; one list of ids goes in as [ids], a tensor as "
         "[tensor.tolist()]"
@@ -338,7 +340,7 @@ def check_segments(segments: Any, where: str) -> list[list[int]]:
 def check_goes_on(value: Any, where: str) -> bool:
     """Return what a workflow's advance returned; ValueError for anything but a bool (numpy's too)."""
     if type(value).__name__ not in ("bool", "bool_"):
-        raise ValueError(
+        raise UserFault(
             f"{where}: returned {value!r:.60}, expected True while the trajectory goes on, and False at its end"
         )
     return bool(value)

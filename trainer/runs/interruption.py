@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A launcher passes on what the terminal has sent to its processes already: within this time it is the same request.
@@ -24,14 +25,16 @@ class Interruption(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self.came = False
+        self.came = self.saved = False
         self._first: float | None = None  # when this process's signal came
+        self._number = signal.SIGINT
         self._says = True
+        self._start = 0
 
     @contextmanager
     def listening(self, says: bool = True) -> Iterator[None]:
         """Take the signals over, in the main thread alone, where Python handles them; `says`: tell so on stderr."""
-        self.came, self._first, self._says = False, None, says
+        self.came, self.saved, self._first, self._says = False, False, None, says
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -41,11 +44,13 @@ class Interruption(TrainerCallback):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+        if self._first is not None and not self.came:  # it came after the last update's end
+            signal.raise_signal(self._number)
 
     def _handle(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if self._first is None:
-            self._first = now
+            self._first, self._number = now, signal.Signals(number)
             if self._says:
                 name = signal.Signals(number).name
                 text = f"\n{name}: this update is finished and a checkpoint written; another one ends at once\n"
@@ -53,15 +58,29 @@ class Interruption(TrainerCallback):
         elif now - self._first > SAME_REQUEST:
             raise KeyboardInterrupt
 
+    def ended(self, update: int) -> str:
+        """Say how the training ended."""
+        return f"stopped after update {update}" + (": its checkpoint is written" if self.saved else "")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._start = state.global_step
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if any(gather_object([self._first is not None])):
             self.came = True
             args.save_only_model = False  # there is a state to go on from
+            args.save_strategy = SaveStrategy.STEPS  # "best" would save after a better evaluation alone
             control.should_save = control.should_training_stop = True
 
-    on_evaluate = on_step_end  # the checkpoint follows on the evaluation
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the checkpoint follow on the evaluation; before the first update there is nothing to keep."""
+        if state.global_step > self._start:
+            self.on_step_end(args, state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saved = self.came
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Let nothing be logged, evaluated or saved as at the end of an epoch, which has not come."""
-        if self.came:
+        """Let nothing be logged, evaluated or saved as at the end of an epoch where that has not come."""
+        if self.came and state.epoch != int(state.epoch):
             control.should_log = control.should_evaluate = control.should_save = False

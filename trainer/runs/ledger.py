@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def rollout_rows(
                 **place_columns(rollout, index),
                 "row_id": str(trajectory.row.get("id", "")),
                 "project": _text(trajectory.row.get("project")),
-                "step": turn.step,
+                "step": _whole(turn.step),
                 "prompt_ids": turn.prompt_ids,
                 "prompt_tokens": turn.prompt_tokens,
                 "completion_ids": turn.completion_ids,
@@ -44,17 +45,17 @@ def rollout_rows(
                 "check": decision and decision.check,
                 "candidate": decision and _text(decision.candidate),
                 "exit": decision and decision.exit,
-                "fault": turn.fault,
+                "fault": _text(turn.fault),
                 "memory": _text(turn.memory),
-                "memory_cut": turn.memory_cut,
+                "memory_cut": bool(turn.memory_cut),
                 "turn_rewards": _by_function(turn_reward_names, by_turn),
                 "turn_reward": _number(rollout.turn_rewards[index]),
                 "turn_advantage": float(rollout.turn_advantages[index]),
                 "trajectory_advantage": float(rollout.trajectory_advantages[owner]),
                 "advantage": float(rollout.advantages[index]),
-                "last_evidence": trajectory.last_evidence,
-                "exit_step": trajectory.exit_step,
-                "parsed": trajectory.parsed,
+                "last_evidence": _whole(trajectory.last_evidence),
+                "exit_step": _whole(trajectory.exit_step),
+                "parsed": bool(trajectory.parsed),
                 "answer": _text(trajectory.answer),
                 "gold": _texts(trajectory.row.get("answers")),
                 "rewards": _by_function(reward_names, by_function),
@@ -79,6 +80,10 @@ def _text(value: Any) -> str | None:
 
 def _texts(values: Any) -> list[str | None] | None:
     return [_text(value) for value in values] if isinstance(values, list | tuple) else None
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, Integral) else None
 
 
 def _by_function(names: Sequence[str], values: Any) -> dict[str, float | None] | None:
