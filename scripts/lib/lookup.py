@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turngrpo.trainer import GatedMemory, MemAgent, SingleTurn
+from turngrpo.trainer.reading.trial import check_shape
 
 WORKFLOWS = ("gated", "memagent", "single_turn")
 TURN_REWARDS = ("update_reward",)

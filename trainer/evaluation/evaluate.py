@@ -82,8 +82,8 @@ def paired_difference(
 ) -> dict[str, dict[str, float | list[float]]]:
     """Return by metric the difference second - first with its 95% interval; both evaluated the same rows.
 
-    The bootstrap draws the same rows for both. Shares that agree on all R rows seen may still differ on as many of those
-    not seen as Wilson's interval of 0 of R allows. Raises ValueError where they have different numbers of rows.
+    The bootstrap draws the same rows for both. Shares that agree on all R rows seen may still differ on as many of
+    those not seen as Wilson's interval of 0 of R allows. Raises ValueError where they have different numbers of rows.
     """
     rows = len(first.observations.sums), len(second.observations.sums)
     if rows[0] != rows[1]:

@@ -20,8 +20,8 @@ from turngrpo.trainer.export.versions import (
 SHORT_NAMES = {"GatedMemory": "gated", "MemAgent": "memagent", "SingleTurn": "single_turn"}
 WORKFLOW_OPTIONS = ("layout", "instruction", "strict_format", "exit_gate")
 READING_LIMITS = (
-    "chunk_size max_prompt_length max_completion_length max_memory_tokens max_turns chat_template_kwargs reward_weights "
-    "turn_reward_weights"
+    "chunk_size max_prompt_length max_completion_length max_memory_tokens max_turns chat_template_kwargs "
+    "reward_weights turn_reward_weights"
 ).split()
 
 
