@@ -45,7 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     show(report, make_console(), options.tokens)
     if options.json is not None:
-        with writing(options.json, "What it would say stands in the tables above; the same command does it again"):
+        with (
+            setting_up(),
+            writing(options.json, "What it would say stands in the tables above; the same command does it again"),
+        ):
             write_json(Path(options.json), finite(report))
     return 0
 

@@ -1,7 +1,7 @@
 """Train a gated memory agent with GRPO, evaluate it before and after, and export the adapter.
 
     accelerate launch --config_file accelerate_configs/cpu.yaml scripts/train.py
-    python scripts/train.py --config scripts/recipes/qwen2.5_3b.yaml --corpus code.jsonl --dry_run
+    python scripts/train.py --config scripts/recipes/lora.yaml --corpus code.jsonl --model_name_or_path warm --dry_run
     python scripts/train.py --corpus code.jsonl --model_name_or_path Qwen/Qwen2.5-3B-Instruct --use_peft \
         --reward_funcs answer_reward exit_reward format_reward --turn_reward_funcs update_reward \
         --output_dir outputs/run --per_device_train_batch_size 8 --loss_type group
