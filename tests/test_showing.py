@@ -42,7 +42,7 @@ def test_the_table_of_completions_shows_what_steers_and_keeps_it_in_the_file(tmp
     trainer.completion_log.restore(columns | {"rewards": {"r": [1.0]}, "extra": {"note": ["a\x9b1m"]}})
     trainer.log({})
     shown = capsys.readouterr().out
-    assert r"7\x1b[2J\u202e" in shown and r"a\x9b1m" in shown and "\u202e" not in shown and "Step 0" in shown
-    assert shown.count("Step 0") == 1 and trainer.num_completions_to_print == 1
+    assert r"7\x1b[2J\u202e" in shown and r"a\x9b1m" in shown and "\u202e" not in shown and "update 0" in shown
+    assert shown.count("update 0") == 1 and trainer.num_completions_to_print == 1
     (table,) = (tmp_path / "completions").iterdir()
     assert b"7\x1b[2J\xe2\x80\xae" in table.read_bytes()

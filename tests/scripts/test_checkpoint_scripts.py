@@ -15,7 +15,7 @@ import train
 from lib import running
 from test_scripts import LIMITS, PLAIN, READING, tiny, train_arguments  # noqa: F401  a fixture
 
-from turngrpo.trainer.runs.proof import PROOF, write_proof
+from turngrpo.trainer.runs.proof import PROOF, ResumeError, write_proof
 
 LORA = ["--use_peft", "--lora_r", "2", "--lora_target_modules", "q_proj", "v_proj"]
 SAVING = ["--save_strategy", "steps", "--save_steps", "1", "--logging_steps", "1", "--disable_tqdm", "true"]
@@ -135,7 +135,7 @@ def test_a_changed_checkpoint_is_refused_by_every_script(script, runs, tiny, tmp
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / name / "checkpoint-2" / "adapter_model.safetensors"
     shutil.copyfile(weights.parent.with_name("checkpoint-1") / weights.name, weights)
-    with pytest.raises((running.SetupError, running.ResumeError), match=f"{weights.name} has SHA-256"):
+    with pytest.raises((running.SetupError, ResumeError), match=f"{weights.name} has SHA-256"):
         read(tiny, tmp_path, weights.parent)
 
 

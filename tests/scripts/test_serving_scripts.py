@@ -300,7 +300,7 @@ def test_training_and_its_evaluations_are_sampled_by_the_server(model, corpus, t
         assert train.main([*given, *vllm, "--use_peft", "--seed", "2"]) == 0
         asked = [body["model"] for body in server.asked if body["max_tokens"] == 16]
     with pytest.raises(SetupError, match="has been out of reach or failing for 0.5 seconds"):
-        train.main([*given, *vllm, "--use_peft", "--dry_run"])
+        train.main([*given, *vllm, "--use_peft", "--dry_run", "--output_dir", str(tmp_path / "other")])
     # The adapter before and after the update; 2 validation rows and 4 rows of training take 2 turns or more each.
     assert len(set(asked)) == 2 and server.base not in asked and len(asked) >= 2 * (2 + 4 + 2)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -358,8 +358,11 @@ def test_an_ungated_reading_beside_the_gated_one(model, corpus, tmp_path, capsys
         shown = capsys.readouterr().out
         if name == "both":
             # The gated reader leaves at the first of three chunks, before the evidence of the second.
-            (line,) = [line for line in shown.splitlines() if "turns/mean" in line and "-2 [-2, -2]" in line]
-            assert "3 [3, 3]" in line and "1 [1, 1]" in line
+            lines = [line for line in shown.splitlines() if "±" in line]
+            (reader, other), (gained,) = (
+                [one for one in lines if ("- it" in one) is paired] for paired in (False, True)
+            )
+            assert "1.000 ±0.00" in reader and "3.000 ±0.00" in other and "-2.000 ±0.00" in gained
     assert list(reports["both"]["policies"]) == ["model", "ungated"]
     gated, ungated = (reports[name]["policies"]["model"]["metrics"] for name in ("gated", "ungated"))
     policies = reports["both"]["policies"]
