@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 import itertools
 import logging
 import signal
@@ -451,5 +452,7 @@ def test_columns_that_exist_are_named_where_one_does_not():
     with pytest.raises(RewardError, match=r"'takes_only' takes no answers, .*every reward function is given: end its"):
         call_rewards([takes_only], given)
     assert call_rewards([has_a_default], given).tolist() == [[0.0]]
+    wrapped = functools.wraps(takes_only)(lambda completions, **columns: [1.0] * len(completions))
+    assert call_rewards([wrapped], given).tolist() == [[1.0]]  # it takes what the one inside does not
     with pytest.raises(RewardError, match="asks for answer"):
         call_turn_rewards([asks], given["trajectories"], given)

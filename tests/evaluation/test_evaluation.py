@@ -151,6 +151,16 @@ def test_readings_of_one_row_count_as_far_as_they_differ():
     assert share_intervals(mixed, ["m"])["m"] == pytest.approx(wilson(0.5, 100))
 
 
+def test_rows_without_an_observation_say_nothing():
+    """Of 20 rows two hold a chunk of this side, both right: Wilson of 2 of 2, 1 / (1 + z^2/2) = 0.342, not of 20."""
+    counts = np.zeros((20, 1))
+    counts[:2] = 1.0
+    observations = Observations(["format/parsed"], counts.copy(), counts)
+    assert observations.rows_with("format/parsed") == 2
+    low, _ = share_intervals(observations, ["format/parsed"])["format/parsed"]
+    assert low == pytest.approx(0.3424, abs=1e-4)
+
+
 def test_balanced_accuracy_has_the_interval_of_a_mean_of_shares():
     """Four rows with one chunk of each side; evidence right in 3, evidence-free in 2; balanced (3/4 + 2/4) / 2 = 5/8.
 

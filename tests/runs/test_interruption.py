@@ -73,16 +73,47 @@ def test_a_signal_in_an_evaluation_is_heard_before_the_next_update(tmp_path):
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-def test_a_second_signal_ends_at_once(monkeypatch):
+@pytest.fixture
+def interrupts():
+    """Ctrl-C as a terminal's program has it, whoever started the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_second_signal_ends_at_once(monkeypatch, interrupts):
     came = Interruption()
     with came.listening():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGTERM)  # what a launcher passes on within a second is the same request
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # what a launcher passes on within a second is the same request
         monkeypatch.setattr(interruption, "SAME_REQUEST", 0.0)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        came.came = True
     with pytest.raises(KeyboardInterrupt):  # nobody listens any longer
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_that_no_update_heard_is_not_lost(interrupts):
+    with pytest.raises(KeyboardInterrupt), Interruption().listening():
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_what_is_ignored_stays_ignored(interrupts):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Interruption().listening():
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+
+
+def test_an_interruption_before_the_first_update_saves_nothing(tmp_path):
+    """Two training steps an update: stopped before the first, half an update would be left, and no checkpoint."""
+    sets = {"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True, "gradient_accumulation_steps": 2}
+    sets |= {"eval_dataset": Dataset.from_dict({"prompt": ["blue"] * 2}), "per_device_train_batch_size": 4}
+    sizes = {"per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    trainer, came = interrupted(tmp_path, SignalAt(0, "on_prediction_step"), **sets, **sizes)
+    assert came.came and trainer.state.global_step == 1 and came.ended(1).endswith("its checkpoint is written")
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_in_another_thread_no_signal_is_taken_over():

@@ -38,7 +38,10 @@ class Interruption(TrainerCallback):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        heard = [
+            number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
+        ]  # as a shell's "&" does
+        before = {number: signal.signal(number, self._handle) for number in heard}
         try:
             yield
         finally:
