@@ -440,7 +440,9 @@ trainer/runs/interruption.py
     transformers.TrainerControl().should_log
     transformers.TrainerControl().should_save
     transformers.TrainerControl().should_training_stop
+    transformers.trainer_utils.SaveStrategy
     trl.GRPOConfig().save_only_model
+    trl.GRPOConfig().save_strategy
 trainer/runs/proof.py
     deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum

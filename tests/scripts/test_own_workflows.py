@@ -54,7 +54,7 @@ def test_a_class_gets_the_options_that_it_takes_and_an_instance_is_itself(module
     ("Brief", {"layout": "chunk_first", "instruction": "x"}, "^--instruction: the constructor of .*Brief takes no"),
     ("made", {"layout": "chunk_first"}, "^--layout: an instance, .*made takes no such option"),
     ("Silent", {}, "cannot be made .*'must'.*arguments have defaults"),
-    ("number", {}, "a int without bind, start, prompt, advance: expected the class or an instance"),
+    ("number", {}, r"a int without bind\(tokenizer, config\), start\(row\), prompt\(state\), advance"),
     ("Gone", {}, "cannot be imported .*has no attribute 'Gone'.*start from the folder of its module"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_workflow_of_ones_own(module, name, options, message):

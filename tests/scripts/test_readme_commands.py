@@ -62,7 +62,7 @@ def commands():
         if all(line.startswith("    ") for line in lines):
             found += [line for line in lines if not line.lstrip().startswith("{")]
         else:
-            found += re.findall(r"`((?:uv|accelerate|python|vllm|pip|bash)\s\S+\s[^`]+)`", block)
+            found += re.findall(r"`((?:uv|accelerate|python|vllm|pip|bash)\s[^\s`]+\s[^`]+)`", block)
     return [" ".join(line.split()) for line in found]
 
 
@@ -193,7 +193,7 @@ def test_from_a_corpus_to_an_answer(folder, monkeypatch, capsys):
     for name in ("checkpoint-2", "adapters"):
         shutil.rmtree(f"out/{name}")
     Path("out/summary.json").unlink()
-    (goes_on,) = re.findall(r"the same command with\s+`(--resume_from_checkpoint true)` goes on", README)
+    (goes_on,) = re.findall(r"the same command\s+with\s+`(--resume_from_checkpoint true)` goes on", README)
     run("lora.yaml", *goes_on.split(), without=(dry,))
     assert trained(Path("out")) == first and Path("out/summary.json").is_file()
 

@@ -81,7 +81,7 @@ class Exporter:
         workflow = SHORT_NAMES.get(type(self.workflow).__name__, type(self.workflow).__name__)
         names = [name for name in WORKFLOW_OPTIONS if hasattr(self.workflow, name)]
         values = {name: getattr(self.workflow, name) for name in names}
-        limits = {name: getattr(self.args, name) for name in READING_LIMITS}
+        limits = {name: getattr(self.args, name) for name in READING_LIMITS if hasattr(self.args, name)}
         return {"workflow": workflow} | values | limits | self.provenance.get("reading", {})
 
     def save_facts(self, folder: str | Path, update: int) -> None:
