@@ -107,6 +107,7 @@ class EvaluateArguments(ReadingOptions):
         None, "Also write every turn of every reading there: NAME.parquet or NAME.jsonl."
     )
     members: int = option(1, "Readings of every row, >= 1.")
+    cluster: str = option("row", "What the intervals resample: row, or project with all its rows.")
     compare_base: bool = option(False, "Also without the adapter, with the paired difference.")
     ignore_exit: bool = option(False, "Also with the exit gate ignored.")
     compare_document: bool = option(False, "Also the whole document in one prompt, where every document fits.")

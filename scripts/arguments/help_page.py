@@ -39,8 +39,8 @@ TOPICS = {
         "allow_changed"
     ),
     "evaluation": (
-        "eval_strategy eval_steps per_device_eval_batch_size validation_rows validation_members members baselines "
-        "compare_base compare_ungated compare_document trivial_policies allow_overlap draws test_rows"
+        "eval_strategy eval_steps per_device_eval_batch_size validation_rows validation_members members cluster "
+        "baselines compare_base compare_ungated compare_document trivial_policies allow_overlap draws test_rows"
     ),
     "output": (
         "output_dir output trajectories adapter_name ledger json tokens name adapters_dir metrics merge logging_steps "

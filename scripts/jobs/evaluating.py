@@ -52,6 +52,7 @@ from turngrpo.trainer.sampling.server import Server
 from turngrpo.trainer.writing import writing
 
 UNGATED, DOCUMENT = "ungated", "whole document"
+FEW = 10  # clusters, below which a bootstrap over them is known to be too narrow
 
 DEFAULTS = reading_defaults(
     validation_fraction=0.1,
@@ -72,6 +73,8 @@ def check_options(options: EvaluateArguments) -> None:
     """Raise ValueError for options that say nothing together."""
     if options.split not in ("train", "validation", "all"):
         raise ValueError(f"--split is {options.split!r}: expected train, validation or all")
+    if options.cluster not in ("row", "project"):
+        raise ValueError(f"--cluster is {options.cluster!r}: expected row or project")
     if options.concurrency < 1:
         raise ValueError(f"--concurrency is {options.concurrency}: expected 1 or more")
     if options.compare_base and options.adapter is None and options.base_url is None:
@@ -222,6 +225,13 @@ def evaluate(options: EvaluateArguments) -> int:
         corpus = read_corpus(options.corpus, fraction, seed, tokenizer, config.chunk_size)
         data = concatenate_datasets(list(corpus.values())) if options.split == "all" else corpus[options.split]
         rows = list(sample_rows(data, options.rows, seed))
+        projects = len({row["project"] for row in rows})
+        if options.cluster == "project" and projects < FEW:
+            warnings.warn(
+                f"--cluster project: {projects} projects are few to resample, so that intervals come out too narrow; "
+                f"expected {FEW} or more",
+                stacklevel=2,
+            )
         if not options.allow_overlap:
             check_held_out(rows, options.adapter)
         sampling: dict[bool, Any] = {}
@@ -249,13 +259,14 @@ def evaluate(options: EvaluateArguments) -> int:
     results: dict[str, Evaluation] = {}
     for label, (workflow, base) in chosen.items():
         reads = {"members": options.members, "label": label, "engine": sampling.get(base)}
+        reads["cluster"] = None if options.cluster == "row" else options.cluster
         with model.disable_adapter() if base and model is not None else contextlib.nullcontext():
             results[label] = evaluate_policy(model, tokenizer, workflow, rows, config, rewards, turn_rewards, **reads)
         console.print(f"{label}: {len(rows)} rows in {results[label].seconds:.1f} seconds", highlight=False)
     gains = {label: paired_difference(other, results[name]) for label, other in results.items() if label != name}
     shown = {label: results[label] for label in ("base", name) if label in results}
     console.print(metrics_table(shown, gains.get("base")))
-    title = f"{options.split}: {len(rows)} rows x {options.members}, 95% intervals"
+    title = f"{options.split}: {len(rows)} rows x {options.members}, 95% intervals over {options.cluster}s"
     console.print(policies_table(results, title, name, gains))
     report = {
         "options": vars(options),

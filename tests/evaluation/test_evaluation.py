@@ -161,6 +161,28 @@ def test_rows_without_an_observation_say_nothing():
     assert low == pytest.approx(0.3424, abs=1e-4)
 
 
+def test_rows_of_one_project_count_as_far_as_projects_differ():
+    """20 rows in 4 projects that agree within: 0, 0, 1, 1. Over rows 19 effective observations, over projects 3."""
+    values = np.repeat([0.0, 0.0, 1.0, 1.0], 5)[:, None]
+    rows = Observations(["m"], values, np.ones((20, 1)))
+    projects = rows.clustered(np.repeat(["a", "b", "c", "d"], 5).tolist())
+    assert (projects.sums[:, 0].tolist(), projects.counts[:, 0].tolist()) == ([0, 0, 5, 5], [5, 5, 5, 5])
+    assert share_intervals(rows, ["m"])["m"] == pytest.approx(wilson(0.5, 19))
+    assert share_intervals(projects, ["m"])["m"] == pytest.approx(wilson(0.5, 3))
+    assert bootstrap_intervals(projects)["m"] == (0.0, 1.0)  # all four of one kind: 2 in 16 draws
+
+
+def test_an_evaluation_clusters_by_a_column(policy):
+    """Three rows of two projects: the means stay, the intervals are over two; a row without a project is an error."""
+    rows = [row | {"project": name} for row, name in zip(make_rows([1, 3, 6]), "xyx", strict=True)]
+    by_row, by_project = (run(policy, GatedMemory(), rows, cluster=cluster) for cluster in (None, "project"))
+    assert by_project.metrics == by_row.metrics
+    assert (len(by_row.observations.sums), len(by_project.observations.sums)) == (3, 2)
+    assert by_project.intervals["format/parsed"] == pytest.approx(wilson(by_row.metrics["format/parsed"], 2))
+    with pytest.raises(ValueError, match="1 of 3 rows have no project"):
+        run(policy, GatedMemory(), [*rows[:2], rows[2] | {"project": None}], cluster="project")
+
+
 def test_balanced_accuracy_has_the_interval_of_a_mean_of_shares():
     """Four rows with one chunk of each side; evidence right in 3, evidence-free in 2; balanced (3/4 + 2/4) / 2 = 5/8.
 

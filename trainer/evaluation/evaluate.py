@@ -82,8 +82,8 @@ def paired_difference(
 ) -> dict[str, dict[str, float | list[float]]]:
     """Return by metric the difference second - first with its 95% interval; both evaluated the same rows.
 
-    The bootstrap draws the same rows for both. Shares that agree on all R rows seen may still differ on as many of
-    those not seen as Wilson's interval of 0 of R allows. Raises ValueError where they have different numbers of rows.
+    The bootstrap draws the same rows (or clusters) for both. Shares that agree on all R of them may still differ on as
+    many of those not seen as Wilson's interval of 0 of R allows. Raises ValueError where the numbers of rows differ.
     """
     rows = len(first.observations.sums), len(second.observations.sums)
     if rows[0] != rows[1]:
@@ -120,17 +120,23 @@ def evaluate_policy(
     autocast: Callable[[], Any] = contextlib.nullcontext,
     resamples: int = RESAMPLES,
     engine: Engine | None = None,
+    cluster: str | None = None,
 ) -> Evaluation:
     """Read every row `members` times with the evaluation's sampling and return what came of it.
 
     The noise of member m of row i is that of (eval_seed, i, m, turn), so that policies are compared on the same noise.
     `engine` samples in the place of `model`, which may then be None. `reference` adds `kl`, the exact
-    KL(policy || reference) per response token. Raises ValueError without rows, or for a reward function that does not
-    return one number or None per trajectory.
+    KL(policy || reference) per response token. Intervals are over rows, or over the values of the column `cluster`,
+    such as "project". Raises ValueError without rows, where rows lack that column, or for a reward function that does
+    not return one number or None per trajectory.
     Several processes must all call it: each reads its share of the rows, and all return the same.
     """
     if not rows or members < 1:
         raise ValueError(f"found {len(rows)} rows and members={members}, expected at least one of each")
+    if cluster is not None and (without := [row for row in rows if row.get(cluster) is None]):
+        raise ValueError(
+            f"{len(without)} of {len(rows)} rows have no {cluster}: expected one in every row to cluster by"
+        )
     names = [reward_name(f) for f in reward_funcs], [reward_name(f) for f in turn_reward_funcs]
     check_names(names[0] + names[1])
     check_weights(config, *names)
@@ -159,6 +165,8 @@ def evaluate_policy(
     measures = [_measures(rollout, index, names[0] if reward_funcs else None) for index in range(len(trajectories))]
     observations = _observe(measures, groups)
     totals = observations.means(np.ones((1, len(rows))))[0]
+    if cluster is not None:
+        observations = observations.clustered([row[cluster] for row in rows])
     metrics |= {name: sum(values) / len(values) for name, values in logged.items()}
     metrics |= {name: float(v) for name, v in zip(observations.names, totals, strict=True) if name not in metrics}
     metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}

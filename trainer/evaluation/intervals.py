@@ -1,5 +1,7 @@
 """95% intervals over rows that were read several times: a row, with all its readings, is what chance draws.
 
+Or a project, with all its rows: `Observations.clustered` adds up what is drawn together.
+
 Means have the percentile interval of a bootstrap over rows. Shares (0 or 1 per observation) have Wilson's, which is no
 single point where every observation is the same.
 """
@@ -7,6 +9,7 @@ single point where every observation is the same.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +31,13 @@ class Observations:
         """Return how many rows a metric was observed in; of balanced accuracy one side is enough."""
         columns = [self.names.index(side) for side in (SIDES if name == BALANCED else (name,)) if side in self.names]
         return int(self.counts[:, columns].any(axis=1).sum())
+
+    def clustered(self, labels: Sequence[Any]) -> "Observations":
+        """Return one row per label, in order of appearance, that holds all observations of the rows with it."""
+        places = {label: place for place, label in enumerate(dict.fromkeys(labels))}
+        member = np.zeros((len(places), len(self.sums)))  # (labels, R)
+        member[[places[label] for label in labels], np.arange(len(self.sums))] = 1
+        return Observations(self.names, member @ self.sums, member @ self.counts)
 
     def means(self, weights: np.ndarray) -> np.ndarray:
         """Return (S, M) means under row weights (S, R); NaN where nothing was observed."""
