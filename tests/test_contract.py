@@ -366,6 +366,9 @@ trainer/forward/whole_weights.py
     trl.models.utils.remove_hooks(model)
 trainer/measuring/metrics.py
     trl.trainer.utils.nanstd(tensor, dim, keepdim)
+trainer/measuring/trackers.py
+    transformers.TrainerCallback
+    transformers.integrations.TensorBoardCallback
 trainer/measuring/update_log.py
     accelerate.utils.gather_object(object)
     transformers.TrainerCallback
@@ -501,6 +504,7 @@ trainer/turn_grpo_trainer.py
     trl.GRPOConfig().max_completion_length
     trl.GRPOConfig().output_dir
     trl.GRPOConfig().per_device_train_batch_size
+    trl.GRPOConfig().report_to
     trl.GRPOConfig().seed
     trl.GRPOConfig().should_save
     trl.GRPOConfig().steps_per_generation

@@ -25,7 +25,7 @@ ORDER = """
     trainer/sampling    __init__ noise engine_check padded_decoder transformers_engine server served_adapter
     trainer/sampling    vllm_engine chat_engine
     trainer             reward_calls
-    trainer/measuring   __init__ metrics behavior_check turn_record update_log
+    trainer/measuring   __init__ metrics behavior_check turn_record trackers update_log
     trainer/runs        __init__ proof identity fingerprint checkpoints resume columns ledger compare interruption
     trainer/export      __init__ base_model model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
@@ -38,7 +38,7 @@ ORDER = """
     scripts/jobs        gpu_memory quickstart evaluating reading inspecting training imitating exporting
     scripts/lab         __init__ archive config stages data training testing report experiment
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
-    scripts/benchmarks  gpu_check endurance
+    scripts/benchmarks  gpu_check endurance ledger_cost
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus
     scripts             read_document run_lab sft train
 """

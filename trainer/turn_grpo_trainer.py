@@ -37,6 +37,7 @@ from turngrpo.trainer.forward.scoring import Reference, Scorer, Scores
 from turngrpo.trainer.forward.whole_weights import engine_backward, local_leaves, whole_weights
 from turngrpo.trainer.measuring.behavior_check import behavior_gap, default_tolerance, describe_gap
 from turngrpo.trainer.measuring.metrics import trajectory_measures
+from turngrpo.trainer.measuring.trackers import log_trajectories, trajectory_rows
 from turngrpo.trainer.measuring.turn_record import turn_records
 from turngrpo.trainer.measuring.update_log import (
     SHOWN_TURNS,
@@ -559,9 +560,14 @@ class TurnGRPOTrainer(GRPOTrainer):
             with self.update_log.apart(), generators_kept():  # what rewards draw in training is theirs alone
                 output: Any = super().evaluation_loop(*args, **kwargs)
                 metrics = self._evaluation.metrics(self.update_log, self.loss_type)
+                rollouts = self._evaluation.rollouts
         finally:
             self._evaluation = None
         prefix = named.arguments["metric_key_prefix"]
+        if self.log_completions and is_main_process():
+            shown = SHOWN_TURNS if self.num_completions_to_print is None else self.num_completions_to_print
+            rows = trajectory_rows(rollouts, shown, self.state.global_step, prefix)
+            log_trajectories(rows, self.args.report_to, self.callback_handler.callbacks)
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 

@@ -16,6 +16,9 @@ from turngrpo.trainer.reading.gates import GateDecision
 from turngrpo.trainer.runs.columns import PLACE, ROLLOUT, TOKENS, UPDATE, Column, as_table
 
 FILE, UPDATE_FILE = "iteration_{:05d}{}.parquet", "update_{:05d}{}.parquet"
+# Small files of many columns: dictionaries, statistics and Arrow's own schema were half of their bytes (LOG.md).
+ENCODING: dict[str, Any] = {"compression": "zstd", "compression_level": 9, "use_dictionary": False}
+ENCODING |= {"write_statistics": False, "store_schema": False}
 UPDATES = "updates"  # folder of the updates' files, inside the rollouts'
 
 
@@ -98,7 +101,10 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path, columns: Sequence[
     """Write rows as Parquet, atomically: a reader sees the whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    pq.write_table(as_table(rows, columns), partial, compression="zstd")
+    table = as_table(rows, columns)
+    with pq.ParquetWriter(partial, table.schema, **ENCODING) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata(table.schema.metadata)  # not kept without Arrow's schema
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
