@@ -35,7 +35,7 @@ def _line(number: int, turn: Turn) -> str:
 
 def trajectory_rows(rollouts: Sequence[ScoredRollout], count: int, update: int, split: str) -> list[dict[str, Any]]:
     """Return the first reading of each of this process's first `count` rows, the same at every evaluation."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for rollout in rollouts:
         for owner in rollout.own:
             trajectory: Any = rollout.trajectories[owner]
