@@ -122,9 +122,16 @@ def compare(
 
 
 def same_ledgers(first: Path, second: Path) -> bool:
-    """Whether two ledgers hold the same rollouts to the last bit, their seconds left out."""
-    names = sorted(path.name for path in first.glob("*.parquet"))
-    if names != sorted(path.name for path in second.glob("*.parquet")):
-        return False
-    tables = [[pq.read_table(folder / name).drop(["seconds"]) for folder in (first, second)] for name in names]
-    return all(ours.equals(theirs) for ours, theirs in tables)
+    """Whether two ledgers hold the same rollouts and updates to the last bit, their seconds left out."""
+    ours, theirs = ledger_tables(first), ledger_tables(second)
+    return ours.keys() == theirs.keys() and all(table.equals(theirs[name]) for name, table in ours.items())
+
+
+def ledger_tables(folder: Path) -> dict[str, Any]:
+    """Return the tables of a ledger by file name, without what a resume set aside and without seconds."""
+    paths = [path for path in folder.rglob("*.parquet") if not path.parent.name.startswith("abandoned_")]
+    tables = {path.name: pq.read_table(path) for path in paths}
+    return {
+        name: table.drop([column for column in table.column_names if column == "seconds"])
+        for name, table in tables.items()
+    }

@@ -199,6 +199,7 @@ def train_grpo(
             loss_type="grpo",
             scale_rewards="group",
             behavior_check="all",
+            ledger="full",  # every response's own record
             max_prompt_length=config.max_prompt_length,
             max_completion_length=config.max_completion_length,
         ),
@@ -211,7 +212,10 @@ def train_grpo(
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     if rollouts is not None and not (folder / "rollouts").exists():
-        shutil.copytree(rollouts, folder / "rollouts", copy_function=shutil.copyfile)
+        partial = folder / "rollouts.partial"  # a kill in the middle leaves no part of a ledger
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(rollouts, partial, copy_function=shutil.copyfile)
+        partial.rename(folder / "rollouts")
     with starting_point(folder, state) as checkpoint:
         first = 0 if checkpoint is None else int(checkpoint.rpartition("-")[2])
         trainer.train(resume_from_checkpoint=checkpoint)

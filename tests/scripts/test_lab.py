@@ -26,6 +26,7 @@ from trl import SFTConfig
 
 from turngrpo.data_prep import stock_arithmetic
 from turngrpo.trainer.forward.policy import Policy, tensors_digest
+from turngrpo.trainer.runs import ledger
 from turngrpo.trainer.runs.compare import compare_states
 from turngrpo.trainer.runs.proof import ResumeError, write_proof
 from turngrpo.trainer.warm_start import completion_nll, fit, target_examples
@@ -514,6 +515,20 @@ def test_the_whole_path_after_a_kill(finished):
     assert "finished before" in finished.output and "identical" not in finished.output
     text = (finished.folder / "report" / "report.md").read_text()
     assert "| grpo | all |" in text and (finished.folder / "report" / "training.png").stat().st_size > 10_000
+
+
+def test_every_response_has_its_own_record_of_every_update(finished):
+    """One row per response and update, with its policies' log-probabilities, ratios, KL and surrogate by token."""
+    kinds = {kind: ledger.read(finished.folder / "grpo" / kind).to_pylist() for kind in ("straight", "resumed")}
+    per_token = ("logprobs", "reference_logprobs", "token_ratio", "token_kl", "token_surrogate", "token_clipped")
+    for rows in kinds.values():
+        assert len({(row["id"], row["update"]) for row in rows}) == len(rows) == 3 * 2 * 16
+        for row in rows:
+            assert {len(row[name]) for name in per_token} == {len(row["completion_ids"])} == {row["tokens"]}
+        first = next(row for row in rows if row["update"] == 1)
+        assert first["token_ratio"] == pytest.approx([1.0] * first["tokens"], abs=2e-4)
+    shown = [[{**row, "seconds": 0.0} for row in rows] for rows in kinds.values()]
+    assert shown[0] == shown[1]
 
 
 def test_the_manifest_covers_every_artefact(finished):
