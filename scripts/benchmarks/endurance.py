@@ -141,7 +141,7 @@ def finish(command: Sequence[str], log: Path, output: Path) -> tuple[float, floa
     try:
         while (code := process.poll()) is None and time.perf_counter() - started < LIMIT:
             time.sleep(0.1)
-            if wrote is None and any(path.is_dir() for path in output.glob("*")):
+            if wrote is None and has_written(output):
                 wrote = time.perf_counter() - started
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -152,10 +152,17 @@ def finish(command: Sequence[str], log: Path, output: Path) -> tuple[float, floa
     return wrote or ended, ended
 
 
-def killed_after(seconds: float, command: Sequence[str], log: Path) -> bool:
-    """Start a command and kill all its processes after so many seconds; False where it had ended before."""
+def has_written(output: Path) -> bool:
+    """Whether a run has made its first folder."""
+    return any(path.is_dir() for path in output.glob("*"))
+
+
+def killed_after(seconds: float, command: Sequence[str], log: Path, output: Path) -> bool:
+    """Start a command and kill all its processes so many seconds after it wrote first; False where it had ended."""
     process = start(command, log)
     try:
+        while not has_written(output) and process.poll() is None:
+            time.sleep(0.02)
         process.wait(seconds)
         return False
     except subprocess.TimeoutExpired:
@@ -178,11 +185,11 @@ def differences(kind: Kind, straight: Path, folder: Path) -> list[str]:
 
 
 def one_kill(kind: Kind, folder: Path, straight: Path, seconds: float) -> dict[str, Any]:
-    """Kill a run after so many seconds, go on with it until it ends, and compare it with the straight one."""
+    """Kill a run so many seconds after its first writing, go on until it ends, and compare it with the straight."""
     folder.mkdir(parents=True)
     output, log = folder / straight.name, folder / "log"
     command = filled(kind.command, output)
-    was_killed = killed_after(seconds, command, log)
+    was_killed = killed_after(seconds, command, log, output)
     saved = sorted((path.name for path in output.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
     if was_killed:
         finish([*command, *(kind.go_on if saved else ())], log, output)
@@ -216,10 +223,9 @@ def make_kinds(start: Path, hub: Any) -> dict[str, Kind]:
     one = [*train.split(), "--per_device_train_batch_size", "4", "--instruction", INSTRUCTION]
     two = [*LAUNCH, *train.split(), "--per_device_train_batch_size", "2", "--instruction", INSTRUCTION]
     warm = [*f"scripts/sft.py {shared} --per_device_train_batch_size 4".split(), "--instruction", INSTRUCTION]
-    lab = (
-        "scripts/run_lab.py --preset smoke --output {output} --warm_start_epochs 1 --sft_epochs 1 --grpo_iterations 4"
-    )
-    lab += " --grpo_interrupt 2 --exercise_iterations 2 --exercise_interrupt 1 --save_every 1"
+    lab = "scripts/run_lab.py --preset smoke --output {output} --warm_start_epochs 2 --sft_rows 16 --grpo_iterations 3"
+    lab += " --grpo_interrupt 1 --exercise_iterations 2 --exercise_interrupt 1 --exercise_generations 2 --save_every 1"
+    lab += " --draws 2"
     return {
         "one process": Kind(one, trained),
         "two processes": Kind(two, trained),
@@ -322,7 +328,8 @@ def main() -> int:
                 report["straight"][name] = found
             kills = report["kills"].setdefault(name, [])
             while sum(one["killed"] for one in kills) < given.kills:  # a moment may lie behind the end
-                moment = random.Random(f"{given.seed} {name} {len(kills)}").uniform(*report["straight"][name])
+                wrote, ended = report["straight"][name]
+                moment = random.Random(f"{given.seed} {name} {len(kills)}").uniform(0.0, ended - wrote)
                 place = folder / f"kill_{len(kills):02d}"
                 shutil.rmtree(place, ignore_errors=True)
                 kills.append(one_kill(kind, place, straight, moment))
