@@ -76,30 +76,22 @@ def help_page(
     own: Collection[str],
     required: Collection[str],
     hidden: Collection[str],
+    in_full: bool = False,
 ) -> str:
-    """Return the page of a command; `doc` is its module's docstring, `hidden` are options that it refuses."""
-    shown = _options(actions, hidden)
-    rest = len(shown) - len(_listed(shown, own))
-    more = [f"{rest} options inherited from TRL and transformers: --help_all"] if rest else []
-    return "\n".join([*_head(usage, doc, required), *_topics(shown, own, required, _in_a_line), "", *more, *_foot()])
+    """Return the page of a command; `doc` is its module's docstring, `hidden` are options that it refuses.
 
-
-def whole_help(
-    usage: str,
-    actions: Sequence[argparse.Action],
-    doc: str,
-    own: Collection[str],
-    required: Collection[str],
-    hidden: Collection[str],
-) -> str:
-    """Return the page with the whole text of every option, the inherited ones at the end."""
+    `in_full` it has the whole text of every option, the inherited ones at the end.
+    """
     shown = _options(actions, hidden)
-    lines = [*_head(usage, doc, required), *_topics(shown, own, required, _in_full)]
-    rest = [name for name in shown if name not in _listed(shown, own)]
-    if rest:
-        lines += ["", "inherited from TRL and transformers:"]
-        lines += [line for name in rest for line in _in_full(shown[name], required)]
-    return "\n".join([*lines, "", *_foot()])
+    line = _in_full if in_full else _in_a_line
+    lines = [*_head(usage, doc, required), *_topics(shown, own, required, line), ""]
+    inherited = "inherited from TRL and transformers"
+    rest = [action for name, action in shown.items() if name not in _listed(shown, own)]
+    if rest and in_full:
+        lines += [f"{inherited}:", *(text for action in rest for text in line(action, required)), ""]
+    elif rest:
+        lines += [f"{len(rest)} options {inherited}: --help_all"]
+    return "\n".join([*lines, *_foot()])
 
 
 def examples(doc: str, count: int = 2) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
-from arguments.help_page import help_page, own_options, whole_help
+from arguments.help_page import help_page, own_options
 from rich.markup import escape
 from rich.table import Table
 from trl import TrlParser
@@ -33,11 +33,11 @@ class Parser(TrlParser):
         super().__init__(list(kinds), usage="%(prog)s [--OPTION VALUE ...]", add_help=False)
         required = {name for kind in kinds if hasattr(kind, "needs") for name in kind().needs()}
         told = {"doc": doc, "own": own_options(kinds), "required": required, "hidden": hidden}
-        for names, write in ((("-h", "--help"), help_page), (("--help_all",), whole_help)):
-            self.add_argument(*names, action=Show, write=partial(self._written, write, told))
+        for names, in_full in ((("-h", "--help"), False), (("--help_all",), True)):
+            self.add_argument(*names, action=Show, write=partial(self._page, told | {"in_full": in_full}))
 
-    def _written(self, write: Callable[..., str], told: Mapping[str, Any]) -> str:
-        return write(self.format_usage(), self._actions, **told)
+    def _page(self, told: Mapping[str, Any]) -> str:
+        return help_page(self.format_usage(), self._actions, **told)
 
 
 class Show(argparse.Action):

@@ -11,7 +11,7 @@ from turngrpo.trainer.sampling.server import ServerError
 from turngrpo.trainer.showing import visible
 from turngrpo.trainer.writing import FULL, WriteError, write_fault
 
-INTERRUPTED = 130  # the shell's status of a program that Ctrl-C ended
+INTERRUPTED, BROKEN_PIPE = 130, 141  # the shell's status of a program that SIGINT, or SIGPIPE, ended
 GOING_ON = (
     "What was written before is whole: a training goes on from its newest checkpoint with --resume_from_checkpoint "
     "true, anything else with the same command"
@@ -21,13 +21,19 @@ GOING_ON = (
 def run_script(main: Callable[[], int]) -> None:
     """Exit with main's status; a fault of the user's input, a server or a disk is one line without a traceback, 1.
 
-    Ctrl-C ends with status 130.
+    Ctrl-C ends with status 130, and a reader of the output that has enough of it, as `head`, with 141 and no word.
     """
     warnings.filterwarnings("ignore", "`(is_)?gradient_checkpointing.* is deprecated", FutureWarning)  # trl's, peft's
     try:
-        status = main()
+        try:
+            status: Any = main()
+        except SystemExit as ended:  # of argparse, whose page may not be written yet
+            status = ended.code
         sys.stdout.flush()
         sys.exit(status)
+    except BrokenPipeError:
+        let_go_of_output()
+        sys.exit(BROKEN_PIPE)
     except (SetupError, ServerError, UserFault, WriteError) as error:
         fail(str(error))
     except Exception as error:
@@ -47,9 +53,14 @@ def fail(text: str) -> NoReturn:
     print(visible(f"error: {text}"), file=sys.stderr)
     try:
         sys.stdout.flush()
-    except OSError:  # what cannot be written there would be tried again at the end of the process
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        let_go_of_output()
     sys.exit(1)
+
+
+def let_go_of_output() -> None:
+    """Drop what cannot be written to stdout: it would be tried again at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class SetupError(Exception):
@@ -63,5 +74,5 @@ class setting_up:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, ValueError | OSError):
+        if isinstance(error, ValueError | OSError) and not isinstance(error, BrokenPipeError):
             raise SetupError(str(error)) from error

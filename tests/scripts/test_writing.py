@@ -243,3 +243,19 @@ def test_what_is_no_fault_of_a_disk_stays_what_it_is():
     circle.__cause__ = RuntimeError("two")
     circle.__cause__.__cause__ = circle
     assert write_fault(circle) is None
+
+
+def test_a_reader_that_has_enough_of_the_output_is_no_error(monkeypatch, capsys):
+    """What `--help | head` does: the page is in the buffer when argparse ends the program, and nobody reads it."""
+    read, write = os.pipe()
+    os.close(read)
+
+    def page():
+        print("a page")
+        sys.exit(0)
+
+    with os.fdopen(write, "w") as output, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", output)
+        with running.setting_up():
+            running.run_script(page)
+    assert ended.value.code == 141 and capsys.readouterr().err == ""
