@@ -18,7 +18,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow.parquet as pq
 from common import console
 from rich.table import Table
@@ -118,7 +118,7 @@ def pushed(hub: Any, folder: Path) -> dict[str, Any]:
 
 
 def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """Start a command of this project as the leader of a process group; its output goes to a file."""
+    """Start a command of this project; its output goes to a file."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -127,7 +127,6 @@ def start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,
         )
 
 
@@ -144,8 +143,7 @@ def finish(command: Sequence[str], log: Path, output: Path) -> tuple[float, floa
             if wrote is None and has_written(output):
                 wrote = time.perf_counter() - started
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process)
     if code != 0:
         raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{log.read_text(errors='replace')[-3000:]}")
     ended = time.perf_counter() - started
@@ -168,9 +166,17 @@ def killed_after(seconds: float, command: Sequence[str], log: Path, output: Path
     except subprocess.TimeoutExpired:
         return True
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_all(process)
         process.wait()
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started; the workers of torch's launcher have sessions of their own."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(process.pid)
+        for one in [leader, *leader.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def differences(kind: Kind, straight: Path, folder: Path) -> list[str]:
