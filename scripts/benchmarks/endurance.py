@@ -179,12 +179,17 @@ def kill_all(process: subprocess.Popen[bytes]) -> None:
                 one.kill()
 
 
+def as_text(value: Any) -> str:
+    """Return a text that is the same for equal values, whatever the order of keys; NaN is NaN."""
+    return json.dumps(value, sort_keys=True, default=repr)
+
+
 def differences(kind: Kind, straight: Path, folder: Path) -> list[str]:
     """Return a line per thing in which a run that was killed differs from the straight one."""
     ours, theirs = kind.found(folder), kind.found(straight)
     lines = [
-        f"{name} differ: {str(ours[name])[:300]}" for name in ours if repr(ours[name]) != repr(theirs[name])
-    ]  # NaN is NaN
+        f"{name} differ: {str(ours[name])[:300]}" for name in ours if as_text(ours[name]) != as_text(theirs[name])
+    ]
     if kind.checkpoint:
         lines += compare_states(straight / kind.checkpoint, folder / kind.checkpoint)
     return lines
