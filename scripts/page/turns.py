@@ -1,0 +1,136 @@
+"""Trajectories from the ledger's turns: what each turn's gate did against its label, and those that the page holds."""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .sources import Found
+
+SEED = 0
+FEW = (  # columns that every trajectory is counted and chosen by
+    "id iteration group member turn row_id project step evidence check exit fault memory_cut finish_reason "
+    "turn_rewards turn_reward last_evidence exit_step parsed rewards reward strict_zero policy"
+).split()
+OF_TRAJECTORY = (
+    "iteration group member row_id project last_evidence exit_step parsed answer gold rewards reward strict_zero "
+    "trajectory_advantage seconds policy_digest"
+).split()
+OF_TURN = (
+    "id turn step evidence check candidate exit fault memory memory_cut text finish_reason prompt_ids prompt_tokens "
+    "completion_ids behavior_logprobs turn_rewards turn_reward turn_advantage advantage"
+).split()
+OF_UPDATE = (
+    "update tokens weight ratio_mean ratio_max clip_active kl entropy surrogate gap_mean gap_max logprobs "
+    "reference_logprobs token_ratio token_kl token_surrogate token_clipped"
+).split()
+OF_TOKENS = ("behavior_logprobs", *OF_UPDATE[OF_UPDATE.index("logprobs") :])
+
+RIGHT_WRITE, RIGHT_SKIP, WRONG_SKIP, WRONG_WRITE = "right write", "right skip", "wrongly skipped", "wrongly written"
+UNPARSED, UNLABELLED, ANSWER = "unparsed", "no label", "answer"
+EARLY, LATE, EXACT = "left early", "left late", "left at T*"
+FAULTS = (WRONG_SKIP, WRONG_WRITE, EARLY, LATE, UNPARSED)
+
+
+def verdict(turn: Mapping[str, Any]) -> str:
+    """Return what a turn's check was against the label of its chunk."""
+    if turn.get("fault") is not None:
+        return UNPARSED
+    if turn.get("step") is None:
+        return ANSWER
+    if turn.get("evidence") is None or turn.get("check") is None:
+        return UNLABELLED
+    if turn["evidence"]:
+        return RIGHT_WRITE if turn["check"] else WRONG_SKIP
+    return WRONG_WRITE if turn["check"] else RIGHT_SKIP
+
+
+def leaving(trajectory: Mapping[str, Any]) -> str | None:
+    """Return how a trajectory left against T*, as `measuring.metrics.exit_kind` counts it."""
+    last, step = trajectory.get("last_evidence"), trajectory.get("exit_step")
+    if last is None or step is None:
+        return None
+    if step == last:
+        return EXACT if trajectory.get("parsed") else None
+    return EARLY if step < last else LATE
+
+
+def chunk_kinds(turns: Sequence[Mapping[str, Any]], last_evidence: int | None) -> list[str | None]:
+    """Return of every turn the kind of chunk it read: where it lies among the evidence that was read so far."""
+    kinds: list[str | None] = []
+    seen = False
+    for turn in turns:
+        step, evidence = turn.get("step"), turn.get("evidence")
+        if step is None or evidence is None:
+            kinds.append(None)
+        elif evidence:
+            only = not seen and step == last_evidence
+            kinds.append(
+                "the only evidence" if only else "last evidence" if step == last_evidence else "evidence before others"
+            )
+            seen = True
+        elif last_evidence is not None and step > last_evidence:
+            kinds.append("after the last evidence")
+        else:
+            kinds.append("between evidence" if seen else "before any evidence")
+    return kinds
+
+
+def trajectories(rows: Iterable[Mapping[str, Any]], source: str = "") -> list[dict[str, Any]]:
+    """Return trajectories of turns from the ledger's rows, a row being a turn, or a turn as one update trained it."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        place = row.get("policy") or source
+        key = (place, row["iteration"], row["group"], row["member"])
+        one = found.setdefault(key, {"source": place, "turns": {}})
+        one |= {name: row[name] for name in OF_TRAJECTORY if name in row}
+        turn = one["turns"].setdefault(row["turn"], {name: row[name] for name in OF_TURN if name in row})
+        if row.get("update") is not None:
+            turn.setdefault("updates", []).append({name: row[name] for name in OF_UPDATE if row.get(name) is not None})
+    for one in found.values():
+        one["turns"] = [one["turns"][number] for number in sorted(one["turns"])]
+        one["leaving"] = leaving(one)
+        kinds = chunk_kinds(one["turns"], one.get("last_evidence"))
+        last = max((index for index, turn in enumerate(one["turns"]) if turn.get("step") is not None), default=None)
+        for index, (turn, kind) in enumerate(zip(one["turns"], kinds, strict=True)):
+            turn["verdict"], turn["kind"] = verdict(turn), kind
+            left = [one["leaving"]] if index == last and one["leaving"] in (EARLY, LATE) else []
+            turn["faults"] = [name for name in [turn["verdict"], *left] if name in FAULTS]
+    return sorted(found.values(), key=key_of)
+
+
+def key_of(trajectory: Mapping[str, Any]) -> tuple[str, int, int, int]:
+    """Return what tells a trajectory from all others."""
+    return trajectory["source"], trajectory["iteration"], trajectory["group"], trajectory["member"]
+
+
+def overview(found: Found) -> list[dict[str, Any]]:
+    """Return every trajectory without what is long: enough to count and to choose."""
+    return [one for label, read in found.readers.items() for one in trajectories(read(FEW).to_pylist(), label)]
+
+
+def choose(all_of_them: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+    """Return at most `limit` trajectories: those with a fault first, then the others, each part in a seeded order.
+
+    With room for all, all come.
+    """
+    if len(all_of_them) <= limit:
+        return list(all_of_them)
+    parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
+    for one in all_of_them:
+        parts[not is_faulty(one)].append(one)
+    draw = random.Random(SEED)
+    return [one for part in parts for one in draw.sample(part, len(part))][:limit]
+
+
+def is_faulty(trajectory: Mapping[str, Any]) -> bool:
+    """Whether a gate of a trajectory was wrong, or a turn did not parse."""
+    return any(turn["faults"] for turn in trajectory["turns"])
+
+
+def whole(found: Found, chosen: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the chosen trajectories with everything that the ledger holds of them."""
+    wanted = {key_of(one): [turn["id"] for turn in one["turns"]] for one in chosen}
+    ids = {turn for turns in wanted.values() for turn in turns}
+    columns = {*FEW, *OF_TRAJECTORY, *OF_TURN, *OF_UPDATE}
+    rows = {label: read(columns, ids).to_pylist() for label, read in found.readers.items()}
+    return [one for label, part in rows.items() for one in trajectories(part, label) if key_of(one) in wanted]

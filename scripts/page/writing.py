@@ -1,0 +1,230 @@
+"""The page as one HTML text: tables and curves made here, the trajectories as data that page.js shows."""
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from tokenizers import Tokenizer
+
+from turngrpo.trainer.evaluation.intervals import wilson
+from turngrpo.trainer.showing import visible
+
+from . import charts, counting
+from .sources import Found, flat
+from .texts import Prompts, Texts, corpus_rows, memories_before
+from .turns import FAULTS, OF_TOKENS, choose, overview, whole
+
+FOLDER = Path(__file__).parent
+DIGITS = 4  # significant ones of a token's numbers, of which there are many
+TABLE = {
+    "reward": "reward",
+    "update_accuracy/balanced": "balanced",
+    "update_accuracy/evidence": "evidence",
+    "update_accuracy/evidence_free": "evidence-free",
+    "exit/exact": "exact exit",
+    "exit/early": "early",
+    "exit/late": "late",
+    "answer/accuracy": "answer",
+    "format/parsed": "parsed",
+    "turns/mean": "turns",
+}
+NOT_SHOWN = ("train_projects", "reward_timeout")  # digests
+SHOWN_ELSEWHERE = ("before", "after", "policies", "seconds")
+
+
+def write_page(found: Found, limit: int, max_bytes: int) -> tuple[str, int]:
+    """Return the page with at most `limit` trajectories and about `max_bytes` at most, and how many it shows."""
+    everything = overview(found)
+    chosen = choose(everything, limit)
+    shell = Shell(found, everything)
+    while True:
+        data = embed(found, whole(found, chosen))
+        page = shell.page(data, chosen)
+        size = len(page.encode())
+        if size <= max_bytes or len(chosen) <= 1:
+            return page, len(chosen)
+        chosen = chosen[: max(1, int(len(chosen) * 0.95 * max_bytes / size))]
+
+
+def embed(found: Found, trajectories: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what page.js reads: trajectories with the ledger's names, and the texts and tokens that they share."""
+    texts, tokenizer = Texts(), None
+    if found.tokenizer is not None:
+        tokenizer = Tokenizer.from_file(str(found.tokenizer))
+    elif trajectories:
+        found.notes.append("The run's tokenizer was not found: prompts are left out and tokens are shown as ids.")
+    rows = corpus_rows(found, {str(one.get("row_id")) for one in trajectories}) if trajectories else {}
+    prompts = Prompts(tokenizer, texts) if tokenizer else None
+    used: set[int] = set()
+    for one in trajectories:
+        chunks = rows[one["row_id"]]["chunks"] if one.get("row_id") in rows else []
+        for turn, before in zip(one["turns"], memories_before(one["turns"]), strict=True):
+            step, ids = turn.get("step"), turn.pop("prompt_ids", None)
+            turn["memory_before"] = before
+            if prompts is not None and ids is not None:
+                chunk = chunks[step - 1]["text"] if step is not None and step <= len(chunks) else None
+                turn["prompt"] = prompts.parts(ids, chunk, before)
+            used.update(turn.get("completion_ids") or [])
+            for record in (turn, *turn.get("updates", ())):
+                record |= {name: _short(record[name]) for name in OF_TOKENS if record.get(name) is not None}
+    for row in rows.values():
+        for chunk in row["chunks"]:
+            chunk["text"] = texts.number(chunk["text"])
+    tokens = {} if tokenizer is None else {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(used)}
+    return {"trajectories": trajectories, "rows": rows, "texts": texts.all, "tokens": tokens, "faults": FAULTS}
+
+
+def _short(values: Sequence[Any]) -> list[Any]:
+    return [value if isinstance(value, bool) or value is None else float(f"{value:.{DIGITS}g}") for value in values]
+
+
+def packed(data: Mapping[str, Any]) -> str:
+    """Return data as text that nothing in it can break out of: base64 of gzip of JSON."""
+    text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
+
+
+def _finite(value: Any) -> Any:
+    """Replace numbers that JSON has none for by their names, in nested dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Shell:
+    """Everything on the page but the trajectories."""
+
+    def __init__(self, found: Found, everything: Sequence[dict[str, Any]]):
+        self.found, self.everything = found, everything
+        self.environment = Environment(
+            loader=FileSystemLoader(FOLDER),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=_shown,
+        )
+        self.environment.filters |= {"number": number, "seconds": seconds}
+        parts = counting.parts(everything)
+        sources = list(dict.fromkeys(one["source"] for one in everything))
+        by_source = counting.grouped(everything, lambda one: one["source"])
+        self.tables = {
+            "parts": parts,
+            "rewards": [counting.rewards(part.trajectories) for part in parts],
+            "iterations": {
+                source: {
+                    iteration: (counting.shares(these), counting.mean(one.get("reward") for one in these))
+                    for iteration, these in counting.grouped(by_source[source], lambda one: one["iteration"]).items()
+                }
+                for source in sources
+            },
+            "projects": {
+                project: [
+                    counting.shares(one for one in part.trajectories if one.get("project") == project)
+                    for part in parts
+                ]
+                for project in counting.grouped(everything, lambda one: one.get("project") or "")
+                if project
+            },
+            "kinds": {
+                kind: [counting.shares(part.trajectories, kind) for part in parts]
+                for kind in counting.kinds_of(everything)
+            },
+        }
+        self.curves = {name: charts.curves(logs, found.policies) for name, logs in found.history.items() if logs}
+
+    def page(self, data: Mapping[str, Any], chosen: Sequence[dict[str, Any]]) -> str:
+        script = (FOLDER / "page.js").read_text(encoding="utf-8")
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        found = self.found
+        settings = {
+            name: value for name, value in flat(found.config).items() if name.split(" · ")[-1] not in NOT_SHOWN
+        }
+        return self.environment.get_template("page.html.jinja").render(
+            found=found,
+            title=found.path.resolve().name,
+            state=state_of(found),
+            tiles=tiles(found, self.everything),
+            notes=list(dict.fromkeys(found.notes)),
+            settings=settings,
+            corpus=flat(found.corpus),
+            outcome={
+                n: v for n, v in flat({k: v for k, v in found.summary.items() if k not in SHOWN_ELSEWHERE}).items()
+            },
+            columns={name: label for name, label in TABLE.items() if _is_measured(found.policies, name)},
+            metrics=sorted({name for one in found.policies.values() for name in one.get("metrics", {})}),
+            curves=self.curves,
+            ends=charts.ends,
+            tests=[
+                one | {"interval": wilson(one["correct"] / one["responses"], one["responses"])} for one in found.tests
+            ],
+            faults=FAULTS,
+            tables=self.tables,
+            shown=len(chosen),
+            total=len(self.everything),
+            style=(FOLDER / "page.css").read_text(encoding="utf-8"),
+            script=script,
+            script_digest=digest,
+            data=packed(data),
+        )
+
+
+def _is_measured(policies: Mapping[str, Any], name: str) -> bool:
+    return any(name in one.get("metrics", {}) for one in policies.values())
+
+
+def _shown(value: Any) -> Any:
+    """Make what would steer visible in every text that the template shows; Jinja2 escapes it after that."""
+    return visible(value) if type(value) is str else "" if value is None else value
+
+
+def number(value: Any) -> str:
+    """Return a number in four digits, and what is none as text."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return "" if value is None else str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def seconds(costs: Mapping[str, float]) -> dict[str, float]:
+    """Return the costs that are seconds, without those that are tokens."""
+    return {purpose: value for purpose, value in costs.items() if "tokens/" not in purpose}
+
+
+def state_of(found: Found) -> str:
+    """Return in words how far the run is."""
+    if found.kind != "training":
+        return found.kind
+    last = max((log["update"] for log in found.history[""]), default=0)
+    limit = found.config.get("trainer", {}).get("max_steps") or -1
+    of = f" of {limit}" if limit > 0 else ""
+    return f"training, {'finished' if found.summary else 'going on or ended early'}, {last}{of} updates"
+
+
+def tiles(found: Found, everything: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Return (what, value, remark) of the few numbers to see first."""
+    made = []
+    for name, label in (
+        ("reward", "reward"),
+        ("update_accuracy/balanced", "balanced update accuracy"),
+        ("exit/exact", "exact exits"),
+        ("answer/accuracy", "right answers"),
+    ):
+        before, after = (found.policies.get(key, {}).get("metrics", {}).get(name) for key in ("before", "after"))
+        if before is not None and after is not None:
+            made.append((label, f"{before:.2f} → {after:.2f}", "validation, before and after"))
+        else:
+            values = [log[name] for log in found.history.get("", ()) if name in log]
+            if values:
+                made.append((label, f"{values[0]:.2f} → {values[-1]:.2f}", "training, first and last update"))
+    if everything:
+        wrong = sum(any(turn["faults"] for turn in one["turns"]) for one in everything)
+        made.append(("trajectories", f"{len(everything):,}", f"{wrong:,} with a fault"))
+    return made
