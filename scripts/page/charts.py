@@ -72,7 +72,8 @@ def curves(history: Sequence[Mapping[str, Any]], policies: Mapping[str, Any] | N
                 if points:
                     axis.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, linewidth=1.6)
                 if bands:
-                    axis.fill_between(*zip(*bands, strict=True), color=color, alpha=0.15, linewidth=0)
+                    x, low, high = zip(*bands, strict=True)
+                    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
             for label, end in TIMES.items():
                 one = (policies or {}).get(label) or {}
                 value, bounds = one.get("metrics", {}).get(name), one.get("intervals", {}).get(name)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .turns import EARLY, LATE, UNPARSED, WRONG_SKIP, WRONG_WRITE
+from .turns import EARLY, KINDS, LATE, UNPARSED, WRONG_SKIP, WRONG_WRITE
 
 PART = 5  # the first and the last iterations are a fifth of all
 
@@ -65,7 +65,7 @@ def shares(trajectories: Iterable[Mapping[str, Any]], kind: str | None = None) -
                 counts[name][0] += one["leaving"] == name
                 counts[name][1] += 1
         for turn in one["turns"]:
-            if kind is not None and turn["kind"] != kind:
+            if kind is not None and kind not in turn["kinds"]:
                 continue
             if turn.get("step") is not None and turn.get("evidence") is not None:
                 side = WRONG_SKIP if turn["evidence"] else WRONG_WRITE
@@ -104,14 +104,6 @@ def rewards(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, float | None
 
 
 def kinds_of(trajectories: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the kinds of chunk that were read: those with evidence first, as they lie in a document."""
-    order = (
-        "the only evidence",
-        "evidence before others",
-        "last evidence",
-        "before any evidence",
-        "between evidence",
-        "after the last evidence",
-    )
-    found = {turn["kind"] for one in trajectories for turn in one["turns"]}
-    return [kind for kind in order if kind in found]
+    """Return the kinds of chunk that were read, in the order of KINDS."""
+    found = {kind for one in trajectories for turn in one["turns"] for kind in turn["kinds"]}
+    return [kind for kind in KINDS if kind in found]

@@ -97,7 +97,7 @@
 
   const FIELDS = {
     source: (turn) => turn.owner.source, iteration: (turn) => String(turn.owner.iteration),
-    project: (turn) => turn.owner.project || "", kind: (turn) => turn.kind || "",
+    project: (turn) => turn.owner.project || "",
   };
   let until = null; // the last iteration, where a button asked for several
 
@@ -110,14 +110,14 @@
     options("source", distinct("source"), "all");
     options("iteration", distinct("iteration").sort((a, b) => a - b), "all");
     options("project", distinct("project").sort(), "all");
-    options("kind", distinct("kind").sort(), "any");
-    options("fault", data.faults, "any fault");
+    options("kind", data.kinds.filter((kind) => turns.some((turn) => turn.kinds.includes(kind))), "any");
+    options("fault", data.faults.filter((fault) => turns.some((turn) => turn.faults.includes(fault))), "any fault");
   }
 
   function matches(turn) {
     const fault = $("fault").value;
     if (fault ? !turn.faults.includes(fault) : !turn.faults.length) return false;
-    return !$("kind").value || turn.kind === $("kind").value;
+    return !$("kind").value || turn.kinds.includes($("kind").value);
   }
 
   function isInside(group) {
@@ -218,14 +218,16 @@
     return said.concat(turn.faults.filter((fault) => fault !== turn.verdict)).join(", ");
   }
 
-  function isRight(turn) { // whether an answer is right; null where no reward function says
+  function isRight(turn) { // whether a reading's last turn, which no gate is in, was right; null where no reward says
     const found = turn.owner.rewards || {}, told = found.answer_reward ?? found.stock_reward;
-    return turn.verdict === "answer" && known(told) ? told > 0 : null;
+    const answers = turn === turn.owner.turns.at(-1) && !known(turn.check) && turn.verdict !== "unparsed";
+    return answers && known(told) ? told > 0 : null;
   }
 
   function cell(turn) {
     const right = isRight(turn), filtered = $("fault").value || $("kind").value;
-    const marks = ["cell", turn.verdict.replaceAll(" ", "-"), turn.exit && "exit", turn.finish_reason === "length" && "cut",
+    const kind = known(right) ? "answer" : turn.verdict.replaceAll(" ", "-");
+    const marks = ["cell", kind, turn.exit && "exit", turn.finish_reason === "length" && "cut",
       turn.memory_cut && "memory-cut", right && "good", right === false && "bad", filtered && matches(turn) && "match", turn === open && "open"];
     let mark = MARKS[turn.verdict] || (turn.check === false ? "○" : "●");
     if (known(right)) mark = right ? "✓" : "✗";
@@ -255,14 +257,16 @@
   }
 
   function difference(before, after) { // words that went and came, by the longest common sequence
-    const a = before.match(/\s+|[^\s]+/g) || [], b = after.match(/\s+|[^\s]+/g) || [];
-    if (a.length * b.length > 4e6) return [element("del", {}, plain(before)), element("ins", {}, plain(after))];
+    const a = before.match(/^\s+|\S+\s*/g) || [], b = after.match(/^\s+|\S+\s*/g) || [];
+    const whole = [element("del", {}, plain(before)), " ", element("ins", {}, plain(after))];
+    if (a.length * b.length > 4e6) return whole;
     const common = Array.from({ length: a.length + 1 }, () => new Uint32Array(b.length + 1));
     for (let i = a.length - 1; i >= 0; i--) {
       for (let j = b.length - 1; j >= 0; j--) {
         common[i][j] = a[i] === b[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
       }
     }
+    if (common[0][0] < 0.3 * Math.min(a.length, b.length)) return whole; // another text
     const made = [];
     const add = (tag, word) => {
       if (made.length && made.at(-1)[0] === tag) made.at(-1)[1] += word;
@@ -320,7 +324,7 @@
     const isNew = open !== turn;
     open = turn;
     const badge = (text, kind) => (text ? element("span", { class: `badge ${kind}` }, plain(text)) : null);
-    const title = known(turn.step) ? `Chunk ${turn.step}${chunk ? ` of ${chunksOf(one).length}` : ""}` : turn.verdict === "answer" && one.turns.length > 1 ? "Answer" : `Turn ${turn.turn + 1}`;
+    const title = known(turn.step) && (chunk || known(turn.check) || known(turn.evidence)) ? `Chunk ${turn.step}${chunk ? ` of ${chunksOf(one).length}` : ""}` : turn.verdict === "answer" && one.turns.length > 1 ? "Answer" : `Turn ${turn.turn + 1}`;
     const place = [one.source, one.iteration >= 0 ? `iteration ${one.iteration}` : "", `group ${one.group}`, `reading ${one.member}`].filter(Boolean).join(", ");
     const where = known(one.last_evidence) && known(one.exit_step) ? `read ${one.exit_step} chunks, T* is ${one.last_evidence}` : "";
     const parts = [
@@ -330,7 +334,7 @@
           element("button", { type: "button", title: "key Esc", onclick: close }, "close"))),
       element("p", { class: "badges" }, badge(turn.verdict, turn.verdict.replaceAll(" ", "-")), known(turn.step) ? badge(`label: ${labelOf(turn)}`, "plain") : null,
         known(turn.check) ? badge(`check: ${turn.check ? "yes" : "no"}`, "plain") : null, known(turn.exit) ? badge(`exit: ${turn.exit ? "leaves" : "reads on"}`, "plain") : null,
-        badge(turn.kind, "plain"), badge(turn.fault && `did not parse: ${turn.fault}`, "unparsed"), turn.finish_reason === "length" ? badge("reply cut at the limit", "plain") : null,
+        badge(turn.kinds[0], "plain"), badge(turn.fault && `did not parse: ${turn.fault}`, "unparsed"), turn.finish_reason === "length" ? badge("reply cut at the limit", "plain") : null,
         turn.memory_cut ? badge("memory cut at the limit", "plain") : null, badge(one.leaving && `${one.leaving}: ${where}`, "plain")),
       row ? element("p", {}, element("b", {}, "Question "), isolated(row.question)) : null,
       one.gold ? element("p", {}, element("b", {}, "Gold "), isolated(one.gold.join(" | ")), known(one.answer) ? element("b", {}, " Answer ") : "", known(one.answer) ? isolated(one.answer) : "") : null,
@@ -368,11 +372,13 @@
   function reveal(turn, focus) {
     const place = shownGroups.indexOf(turn.owner.home);
     if (place >= drawn) draw(place + 1);
-    turn.cell?.classList.add("open");
-    if (focus) turn.cell?.focus({ preventScroll: true });
-    turn.cell?.scrollIntoView({ block: "nearest", inline: "nearest" });
-    const cover = turn.cell?.getBoundingClientRect(), panel = $("turn").getBoundingClientRect();
-    if (cover && getComputedStyle($("turn")).position === "fixed" && cover.bottom > panel.top) window.scrollBy(0, cover.top - 90);
+    turn.cell.classList.add("open");
+    if (focus) turn.cell.focus({ preventScroll: true });
+    const isFixed = getComputedStyle($("turn")).position === "fixed";
+    if (!isFixed && $("turn").getBoundingClientRect().top > innerHeight / 3) $("next").scrollIntoView();
+    turn.cell.scrollIntoView({ block: "nearest", inline: "nearest" });
+    const at = turn.cell.getBoundingClientRect();
+    if (isFixed && at.bottom > $("turn").getBoundingClientRect().top) window.scrollBy(0, at.top - 90);
   }
 
   function close() {

@@ -28,6 +28,14 @@ OF_TOKENS = ("behavior_logprobs", *OF_UPDATE[OF_UPDATE.index("logprobs") :])
 RIGHT_WRITE, RIGHT_SKIP, WRONG_SKIP, WRONG_WRITE = "right write", "right skip", "wrongly skipped", "wrongly written"
 UNPARSED, UNLABELLED, ANSWER = "unparsed", "no label", "answer"
 EARLY, LATE, EXACT = "left early", "left late", "left at T*"
+ONLY, BEFORE_OTHERS, LAST = "the only evidence", "evidence before others", "last evidence"
+BEFORE_ANY, BETWEEN, AFTER_LAST = "before any evidence", "between evidence", "after the last evidence"
+NUMBERED = 8  # chunks with a kind of their own by number
+KINDS = (
+    *(ONLY, BEFORE_OTHERS, LAST, BEFORE_ANY, BETWEEN, AFTER_LAST),
+    *(f"chunk {number + 1}" for number in range(NUMBERED)),
+    f"after chunk {NUMBERED}",
+)
 FAULTS = (WRONG_SKIP, WRONG_WRITE, EARLY, LATE, UNPARSED)
 
 
@@ -54,24 +62,23 @@ def leaving(trajectory: Mapping[str, Any]) -> str | None:
     return EARLY if step < last else LATE
 
 
-def chunk_kinds(turns: Sequence[Mapping[str, Any]], last_evidence: int | None) -> list[str | None]:
-    """Return of every turn the kind of chunk it read: where it lies among the evidence that was read so far."""
-    kinds: list[str | None] = []
+def chunk_kinds(turns: Sequence[Mapping[str, Any]], last_evidence: int | None) -> list[list[str]]:
+    """Return of every turn the kinds of its chunk: where it lies among the evidence read so far, and its number."""
+    kinds: list[list[str]] = []
     seen = False
     for turn in turns:
         step, evidence = turn.get("step"), turn.get("evidence")
         if step is None or evidence is None:
-            kinds.append(None)
-        elif evidence:
-            only = not seen and step == last_evidence
-            kinds.append(
-                "the only evidence" if only else "last evidence" if step == last_evidence else "evidence before others"
-            )
-            seen = True
+            kinds.append([])
+            continue
+        if evidence:
+            kind = BEFORE_OTHERS if step != last_evidence else LAST if seen else ONLY
         elif last_evidence is not None and step > last_evidence:
-            kinds.append("after the last evidence")
+            kind = AFTER_LAST
         else:
-            kinds.append("between evidence" if seen else "before any evidence")
+            kind = BETWEEN if seen else BEFORE_ANY
+        seen |= evidence
+        kinds.append([kind, f"chunk {step}" if step <= NUMBERED else f"after chunk {NUMBERED}"])
     return kinds
 
 
@@ -91,11 +98,12 @@ def trajectories(rows: Iterable[Mapping[str, Any]], source: str = "") -> list[di
         one["leaving"] = leaving(one)
         kinds = chunk_kinds(one["turns"], one.get("last_evidence"))
         last = max((index for index, turn in enumerate(one["turns"]) if turn.get("step") is not None), default=None)
-        for index, (turn, kind) in enumerate(zip(one["turns"], kinds, strict=True)):
-            turn["verdict"], turn["kind"] = verdict(turn), kind
+        for index, (turn, of_chunk) in enumerate(zip(one["turns"], kinds, strict=True)):
+            turn["verdict"], turn["kinds"] = verdict(turn), of_chunk
             left = [one["leaving"]] if index == last and one["leaving"] in (EARLY, LATE) else []
             turn["faults"] = [name for name in [turn["verdict"], *left] if name in FAULTS]
-    return sorted(found.values(), key=key_of)
+    sources = list(dict.fromkeys(one["source"] for one in found.values()))
+    return sorted(found.values(), key=lambda one: (sources.index(one["source"]), *key_of(one)))
 
 
 def key_of(trajectory: Mapping[str, Any]) -> tuple[str, int, int, int]:

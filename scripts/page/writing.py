@@ -18,9 +18,10 @@ from turngrpo.trainer.showing import visible
 from . import charts, counting
 from .sources import Found, flat
 from .texts import Prompts, Texts, corpus_rows, memories_before
-from .turns import FAULTS, OF_TOKENS, choose, overview, whole
+from .turns import FAULTS, KINDS, OF_TOKENS, choose, overview, whole
 
 FOLDER = Path(__file__).parent
+PROJECTS = 50  # lines of a table at most
 DIGITS = 4  # significant ones of a token's numbers, of which there are many
 TABLE = {
     "reward": "reward",
@@ -34,6 +35,13 @@ TABLE = {
     "format/parsed": "parsed",
     "turns/mean": "turns",
 }
+TILES = {
+    "reward": "reward",
+    "update_accuracy/balanced": "balanced update accuracy",
+    "exit/exact": "exact exits",
+    "answer/accuracy": "right answers",
+}
+PAIRS = (("before", "after"), ("base", "adapter"))  # policies that are compared at the top
 NOT_SHOWN = ("train_projects", "reward_timeout")  # digests
 SHOWN_ELSEWHERE = ("before", "after", "policies", "seconds")
 
@@ -77,7 +85,14 @@ def embed(found: Found, trajectories: Sequence[dict[str, Any]]) -> dict[str, Any
         for chunk in row["chunks"]:
             chunk["text"] = texts.number(chunk["text"])
     tokens = {} if tokenizer is None else {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(used)}
-    return {"trajectories": trajectories, "rows": rows, "texts": texts.all, "tokens": tokens, "faults": FAULTS}
+    return {
+        "trajectories": trajectories,
+        "rows": rows,
+        "texts": texts.all,
+        "tokens": tokens,
+        "faults": FAULTS,
+        "kinds": KINDS,
+    }
 
 
 def _short(values: Sequence[Any]) -> list[Any]:
@@ -113,32 +128,7 @@ class Shell:
             finalize=_shown,
         )
         self.environment.filters |= {"number": number, "seconds": seconds}
-        parts = counting.parts(everything)
-        sources = list(dict.fromkeys(one["source"] for one in everything))
-        by_source = counting.grouped(everything, lambda one: one["source"])
-        self.tables = {
-            "parts": parts,
-            "rewards": [counting.rewards(part.trajectories) for part in parts],
-            "iterations": {
-                source: {
-                    iteration: (counting.shares(these), counting.mean(one.get("reward") for one in these))
-                    for iteration, these in counting.grouped(by_source[source], lambda one: one["iteration"]).items()
-                }
-                for source in sources
-            },
-            "projects": {
-                project: [
-                    counting.shares(one for one in part.trajectories if one.get("project") == project)
-                    for part in parts
-                ]
-                for project in counting.grouped(everything, lambda one: one.get("project") or "")
-                if project
-            },
-            "kinds": {
-                kind: [counting.shares(part.trajectories, kind) for part in parts]
-                for kind in counting.kinds_of(everything)
-            },
-        }
+        self.tables = tables(everything)
         self.curves = {name: charts.curves(logs, found.policies) for name, logs in found.history.items() if logs}
 
     def page(self, data: Mapping[str, Any], chosen: Sequence[dict[str, Any]]) -> str:
@@ -166,7 +156,6 @@ class Shell:
             tests=[
                 one | {"interval": wilson(one["correct"] / one["responses"], one["responses"])} for one in found.tests
             ],
-            faults=FAULTS,
             tables=self.tables,
             shown=len(chosen),
             total=len(self.everything),
@@ -175,6 +164,43 @@ class Shell:
             script_digest=digest,
             data=packed(data),
         )
+
+
+def tables(everything: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what is counted: by part of the run, iteration, kind of chunk and project."""
+    parts = counting.parts(everything)
+    by_source = {
+        source: [one for one in everything if one["source"] == source]
+        for source in dict.fromkeys(one["source"] for one in everything)
+    }
+    by_project = counting.grouped(everything, lambda one: one.get("project") or "")
+    by_project.pop("", None)
+    largest = sorted(by_project, key=lambda name: -len(by_project[name]))[:PROJECTS]
+    rest = f", the {PROJECTS} read most of {len(by_project)}" if len(by_project) > PROJECTS else ""
+    total = counting.shares(everything)
+    return {
+        "faults": [name for name in FAULTS if total[name].total],
+        "parts": parts,
+        "rewards": [counting.rewards(part.trajectories) for part in parts],
+        "iterations": {
+            source: {
+                iteration: (counting.shares(these), counting.mean(one.get("reward") for one in these))
+                for iteration, these in counting.grouped(own, lambda one: one["iteration"]).items()
+            }
+            for source, own in by_source.items()
+        },
+        "project_heading": f"By project{rest}",
+        "projects": {
+            project: [
+                counting.shares(one for one in part.trajectories if one.get("project") == project) for part in parts
+            ]
+            for project in sorted(largest)
+        },
+        "kinds": {
+            kind: [counting.shares(part.trajectories, kind) for part in parts]
+            for kind in counting.kinds_of(everything)
+        },
+    }
 
 
 def _is_measured(policies: Mapping[str, Any], name: str) -> bool:
@@ -211,19 +237,15 @@ def state_of(found: Found) -> str:
 def tiles(found: Found, everything: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Return (what, value, remark) of the few numbers to see first."""
     made = []
-    for name, label in (
-        ("reward", "reward"),
-        ("update_accuracy/balanced", "balanced update accuracy"),
-        ("exit/exact", "exact exits"),
-        ("answer/accuracy", "right answers"),
-    ):
-        before, after = (found.policies.get(key, {}).get("metrics", {}).get(name) for key in ("before", "after"))
-        if before is not None and after is not None:
-            made.append((label, f"{before:.2f} → {after:.2f}", "validation, before and after"))
-        else:
-            values = [log[name] for log in found.history.get("", ()) if name in log]
-            if values:
-                made.append((label, f"{values[0]:.2f} → {values[-1]:.2f}", "training, first and last update"))
+    both = next((pair for pair in PAIRS if all(name in found.policies for name in pair)), None)
+    for name, label in TILES.items():
+        values = [log[name] for log in found.history.get("", ()) if name in log]
+        remark = "training, first and last update"
+        if both is not None:
+            values = [found.policies[key]["metrics"].get(name) for key in both]
+            remark = f"{'validation, ' if found.kind == 'training' else ''}{' and '.join(both)}"
+        if values and None not in values:
+            made.append((label, f"{values[0]:.2f} → {values[-1]:.2f}", remark))
     if everything:
         wrong = sum(any(turn["faults"] for turn in one["turns"]) for one in everything)
         made.append(("trajectories", f"{len(everything):,}", f"{wrong:,} with a fault"))
