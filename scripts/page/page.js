@@ -438,7 +438,8 @@
   function ask(button) { // a share of a table: filter for its cases and show the first
     const asked = button.dataset, several = asked.until !== "" && asked.until !== asked.iteration;
     until = several ? [+asked.iteration, +asked.until] : null;
-    for (const name of ["source", "project", "kind", "fault"]) $(name).value = asked[name];
+    for (const name of ["source", "project"]) $(name).value = JSON.parse(asked[name]);
+    for (const name of ["kind", "fault"]) $(name).value = asked[name];
     $("iteration").value = several ? "" : asked.iteration;
     $("order").value = "place";
     refresh();

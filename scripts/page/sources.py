@@ -66,7 +66,7 @@ def find(path: Path, corpus: str | None = None) -> Found:
         raise ValueError(f"--run is {str(path)!r}: there is no such file or folder; {EXPECTED}")
     if path.is_file():
         found = _evaluation(path)
-    elif (path / "config.json").is_file() and any(path.glob("*/straight")):
+    elif (path / "config.json").is_file() and any(path.glob("*/straight*")):
         found = _laboratory(path)
     elif (path / "rollouts").is_dir() or (path / METRICS).is_file() or (path / SUMMARY).is_file():
         found = _training(path)
@@ -138,8 +138,9 @@ def _evaluation(path: Path) -> Found:
 def _laboratory(folder: Path) -> Found:
     results = _object(folder / "report" / "results.json")
     found = Found("laboratory", folder, config=_object(folder / "config.json"))
-    branches = sorted(path.parents[1].name for path in folder.glob("*/straight/rollouts"))
-    found.readers = {name: partial(ledger.read, folder / name / "straight") for name in branches}
+    for path in sorted(folder.glob("*/straight*/rollouts")):  # straight.partial while the branch goes on
+        if any(path.glob("iteration_*.parquet")):
+            found.readers[path.parents[1].name] = partial(ledger.read, path.parent)
     found.history = {name: _renamed(logs) for name, logs in (results.get("histories") or {}).items()}
     found.costs = {
         f"{name}, {kind}": seconds

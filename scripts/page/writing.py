@@ -127,7 +127,7 @@ class Shell:
             lstrip_blocks=True,
             finalize=_shown,
         )
-        self.environment.filters |= {"number": number, "seconds": seconds}
+        self.environment.filters |= {"number": number, "seconds": seconds, "exact": json.dumps}
         self.tables = tables(everything)
         self.curves = {name: charts.curves(logs, found.policies) for name, logs in found.history.items() if logs}
 
