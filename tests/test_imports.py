@@ -37,7 +37,7 @@ ORDER = """
     scripts/lib         adapters tokenizing loading served reporting
     scripts/jobs        gpu_memory quickstart evaluating reading inspecting training imitating exporting
     scripts/lab         __init__ archive config stages data training testing report experiment
-    scripts/page        __init__ sources turns texts counting charts writing
+    scripts/page        __init__ sources turns texts counting charts embedding writing
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
     scripts/benchmarks  gpu_check endurance
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus

@@ -20,10 +20,10 @@ OF_TURN = (
     "completion_ids behavior_logprobs turn_rewards turn_reward turn_advantage advantage"
 ).split()
 OF_UPDATE = (
-    "update tokens weight ratio_mean ratio_max clip_active kl entropy surrogate gap_mean gap_max logprobs "
-    "reference_logprobs token_ratio token_kl token_surrogate token_clipped"
+    "update tokens weight ratio_mean ratio_max clip_active kl entropy surrogate gap_mean gap_max logprobs token_kl "
+    "token_clipped"
 ).split()
-OF_TOKENS = ("behavior_logprobs", *OF_UPDATE[OF_UPDATE.index("logprobs") :])
+OF_TOKENS = ("behavior_logprobs", "logprobs", "token_kl")  # numbers
 
 RIGHT_WRITE, RIGHT_SKIP, WRONG_SKIP, WRONG_WRITE = "right write", "right skip", "wrongly skipped", "wrongly written"
 UNPARSED, UNLABELLED, ANSWER = "unparsed", "no label", "answer"
@@ -135,10 +135,12 @@ def is_faulty(trajectory: Mapping[str, Any]) -> bool:
     return any(turn["faults"] for turn in trajectory["turns"])
 
 
-def whole(found: Found, chosen: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the chosen trajectories with everything that the ledger holds of them."""
-    wanted = {key_of(one): [turn["id"] for turn in one["turns"]] for one in chosen}
-    ids = {turn for turns in wanted.values() for turn in turns}
+def whole(found: Found, chosen: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the chosen trajectories, in their order, with everything that the page shows of them."""
+    places = {key_of(one): place for place, one in enumerate(chosen)}
+    ids = {turn["id"] for one in chosen for turn in one["turns"]}
     columns = {*FEW, *OF_TRAJECTORY, *OF_TURN, *OF_UPDATE}
-    rows = {label: read(columns, ids).to_pylist() for label, read in found.readers.items()}
-    return [one for label, part in rows.items() for one in trajectories(part, label) if key_of(one) in wanted]
+    read = [
+        one for label, read in found.readers.items() for one in trajectories(read(columns, ids).to_pylist(), label)
+    ]
+    return sorted((one for one in read if key_of(one) in places), key=lambda one: places[key_of(one)])

@@ -1,28 +1,25 @@
 """The page as one HTML text: tables and curves made here, the trajectories as data that page.js shows."""
 
 import base64
-import gzip
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from tokenizers import Tokenizer
 
 from turngrpo.trainer.evaluation.intervals import wilson
 from turngrpo.trainer.showing import visible
 
 from . import charts, counting
+from .embedding import packed
 from .sources import Found, flat
-from .texts import Prompts, Texts, corpus_rows, memories_before
-from .turns import FAULTS, KINDS, OF_TOKENS, choose, overview, whole
+from .turns import FAULTS, choose, overview, whole
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "static"
+NOTES = 2000  # bytes for what is said only after the trajectories were packed
 PROJECTS = 50  # lines of a table at most
-DIGITS = 4  # significant ones of a token's numbers, of which there are many
 TABLE = {
     "reward": "reward",
     "update_accuracy/balanced": "balanced",
@@ -47,71 +44,16 @@ SHOWN_ELSEWHERE = ("before", "after", "policies", "seconds")
 
 
 def write_page(found: Found, limit: int, max_bytes: int) -> tuple[str, int]:
-    """Return the page with at most `limit` trajectories and about `max_bytes` at most, and how many it shows."""
+    """Return the page with at most `limit` trajectories and `max_bytes`, and how many trajectories it shows.
+
+    Tables and curves are shown whatever they take.
+    """
     everything = overview(found)
     chosen = choose(everything, limit)
     shell = Shell(found, everything)
-    while True:
-        data = embed(found, whole(found, chosen))
-        page = shell.page(data, chosen)
-        size = len(page.encode())
-        if size <= max_bytes or len(chosen) <= 1:
-            return page, len(chosen)
-        chosen = chosen[: max(1, int(len(chosen) * 0.95 * max_bytes / size))]
-
-
-def embed(found: Found, trajectories: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what page.js reads: trajectories with the ledger's names, and the texts and tokens that they share."""
-    texts, tokenizer = Texts(), None
-    if found.tokenizer is not None:
-        tokenizer = Tokenizer.from_file(str(found.tokenizer))
-    elif trajectories:
-        found.notes.append("The run's tokenizer was not found: prompts are left out and tokens are shown as ids.")
-    rows = corpus_rows(found, {str(one.get("row_id")) for one in trajectories}) if trajectories else {}
-    prompts = Prompts(tokenizer, texts) if tokenizer else None
-    used: set[int] = set()
-    for one in trajectories:
-        chunks = rows[one["row_id"]]["chunks"] if one.get("row_id") in rows else []
-        for turn, before in zip(one["turns"], memories_before(one["turns"]), strict=True):
-            step, ids = turn.get("step"), turn.pop("prompt_ids", None)
-            turn["memory_before"] = before
-            if prompts is not None and ids is not None:
-                chunk = chunks[step - 1]["text"] if step is not None and step <= len(chunks) else None
-                turn["prompt"] = prompts.parts(ids, chunk, before)
-            used.update(turn.get("completion_ids") or [])
-            for record in (turn, *turn.get("updates", ())):
-                record |= {name: _short(record[name]) for name in OF_TOKENS if record.get(name) is not None}
-    for row in rows.values():
-        for chunk in row["chunks"]:
-            chunk["text"] = texts.number(chunk["text"])
-    tokens = {} if tokenizer is None else {i: tokenizer.decode([i], skip_special_tokens=False) for i in sorted(used)}
-    return {
-        "trajectories": trajectories,
-        "rows": rows,
-        "texts": texts.all,
-        "tokens": tokens,
-        "faults": FAULTS,
-        "kinds": KINDS,
-    }
-
-
-def _short(values: Sequence[Any]) -> list[Any]:
-    return [value if isinstance(value, bool) or value is None else float(f"{value:.{DIGITS}g}") for value in values]
-
-
-def packed(data: Mapping[str, Any]) -> str:
-    """Return data as text that nothing in it can break out of: base64 of gzip of JSON."""
-    text = json.dumps(_finite(data), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), 6, mtime=0)).decode()
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that JSON has none for by their names, in nested dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+    room = max_bytes - len(shell.page("", len(chosen)).encode()) - NOTES
+    data, shown = packed(found, whole(found, chosen), room)
+    return shell.page(data, shown), shown
 
 
 class Shell:
@@ -131,7 +73,8 @@ class Shell:
         self.tables = tables(everything)
         self.curves = {name: charts.curves(logs, found.policies) for name, logs in found.history.items() if logs}
 
-    def page(self, data: Mapping[str, Any], chosen: Sequence[dict[str, Any]]) -> str:
+    def page(self, data: str, shown: int) -> str:
+        """Return the page with the packed data of so many trajectories."""
         script = (FOLDER / "page.js").read_text(encoding="utf-8")
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         found = self.found
@@ -157,12 +100,12 @@ class Shell:
                 one | {"interval": wilson(one["correct"] / one["responses"], one["responses"])} for one in found.tests
             ],
             tables=self.tables,
-            shown=len(chosen),
+            shown=shown,
             total=len(self.everything),
             style=(FOLDER / "page.css").read_text(encoding="utf-8"),
             script=script,
             script_digest=digest,
-            data=packed(data),
+            data=data,
         )
 
 

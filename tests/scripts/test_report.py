@@ -15,7 +15,7 @@ from datasets import Dataset
 from jobs.evaluating import EvaluateArguments
 from lib.reporting import RunLog, make_console
 from lib.running import SetupError
-from page import counting, sources, texts, turns, writing
+from page import counting, sources, texts, turns
 from tiny import word_tokenizer
 from training import make_trainer
 
@@ -140,7 +140,15 @@ class Page(HTMLParser):
 
 def embedded(page):
     packed = re.search(r'<script type="text/plain" id="data">([A-Za-z0-9+/=]*)</script>', page)[1]
-    return json.loads(gzip.decompress(base64.b64decode(packed)))
+    lines = gzip.decompress(base64.b64decode(packed)).decode().split("\n")
+    batches = [json.loads(line) for line in lines if line]
+    data = {"rows": {}, "texts": [], "tokens": {}, "trajectories": []}
+    for batch in batches:
+        data["trajectories"] += batch["trajectories"]
+        data["texts"] += batch.get("texts", [])
+        data["rows"] |= batch.get("rows", {})
+        data["tokens"] |= batch.get("tokens", {})
+    return data
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +156,8 @@ def page(run, tmp_path_factory):
     return written(run, tmp_path_factory.mktemp("page") / "page.html")
 
 
-def four(values):
-    return [value if isinstance(value, bool) else float(f"{value:.4g}") for value in values]
+def short(values):
+    return [value if isinstance(value, bool) else float(f"{value:.3g}") for value in values]
 
 
 # ---- numbers ----
@@ -157,7 +165,6 @@ def four(values):
 
 def test_every_number_of_every_turn_is_the_ledgers(run, page):
     data = embedded(page)
-    tokens = [name for name in turns.OF_TOKENS]
     shown = {turn["id"]: (one, turn) for one in data["trajectories"] for turn in one["turns"]}
     table, seen = read(run).to_pylist(), set()
     for row in table:
@@ -165,10 +172,10 @@ def test_every_number_of_every_turn_is_the_ledgers(run, page):
         for name in turns.OF_TRAJECTORY:
             assert one[name] == row[name], (row["id"], name)
         for name in set(turns.OF_TURN) - {"prompt_ids"}:
-            assert turn[name] == (four(row[name]) if name in tokens else row[name]), (row["id"], name)
+            assert turn[name] == (short(row[name]) if name in turns.OF_TOKENS else row[name]), (row["id"], name)
         (update,) = [update for update in turn["updates"] if update["update"] == row["update"]]
         for name in turns.OF_UPDATE:
-            assert update[name] == (four(row[name]) if name in tokens else row[name]), (row["id"], name)
+            assert update[name] == (short(row[name]) if name in turns.OF_TOKENS else row[name]), (row["id"], name)
         seen.add((row["id"], row["update"]))
     assert len(seen) == sum(len(turn["updates"]) for _, turn in shown.values()) == 2 * len(shown)
     assert {len(one["behavior_logprobs"]) for _, one in shown.values()} >= {6}
@@ -366,7 +373,7 @@ def test_a_run_that_goes_on(run, page, tmp_path):
     assert set(updates) == {1, 2}  # of the second rollout the first update alone
     shutil.rmtree(going / "rollouts" / "updates")
     found = sources.find(going)
-    without = writing.embed(found, turns.whole(found, turns.overview(found)))["trajectories"]
+    without = turns.whole(found, turns.overview(found))
     assert [one["reward"] for one in without] == [one["reward"] for one in embedded(page)["trajectories"]]
     assert not any("updates" in turn for one in without for turn in one["turns"])
     shutil.rmtree(going / "rollouts")

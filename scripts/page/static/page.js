@@ -9,10 +9,7 @@
   const MEASURES = [ // name, column, where it is, how a value becomes a share of full colour
     ["recorded log-probability", "behavior_logprobs", "turn", (v) => Math.min(1, -v / 5)],
     ["current log-probability", "logprobs", "update", (v) => Math.min(1, -v / 5)],
-    ["reference log-probability", "reference_logprobs", "update", (v) => Math.min(1, -v / 5)],
     ["KL to the reference", "token_kl", "update", (v, most) => (most ? Math.max(0, v) / most : 0)],
-    ["importance ratio", "token_ratio", "update", (v) => Math.min(1, Math.abs(Math.log(v)) / 0.2)],
-    ["surrogate", "token_surrogate", "update", (v, most) => (most ? Math.abs(v) / most : 0)],
   ];
   const PAGE = 40; // groups that are drawn at once
   let data, groups, turns, byId, shownGroups, matching, drawn, open = null, measure = 0;
@@ -67,7 +64,17 @@
   async function load() {
     const bytes = Uint8Array.from(atob($("data").textContent), (c) => c.charCodeAt(0));
     const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-    data = JSON.parse(await new Response(stream).text());
+    data = { trajectories: [], rows: {}, texts: [], tokens: {} };
+    for (const line of (await new Response(stream).text()).split("\n").filter(Boolean)) {
+      for (const [name, value] of Object.entries(JSON.parse(line))) {
+        if (Array.isArray(data[name])) data[name].push(...value);
+        else if (data[name]) for (const [key, one] of Object.entries(value)) Object.defineProperty(data[name], key, { value: one });
+        else data[name] = value;
+      }
+    }
+    const sources = [...new Set(data.trajectories.map((one) => one.source))];
+    const place = (one) => [sources.indexOf(one.source), one.iteration, one.group, one.member];
+    data.trajectories.sort((a, b) => place(a).reduce((less, value, index) => less || value - place(b)[index], 0));
     groups = []; turns = []; byId = new Map();
     let last = null;
     for (const one of data.trajectories) {
@@ -304,7 +311,7 @@
     const text = box(...spans);
     const choice = element("select", { "aria-label": "what the shading shows", onchange: (event) => { measure = +event.target.value; show(turn); } },
       ...held.map(([name], index) => element("option", { value: index, selected: index === at }, name)));
-    const scale = held[at][0].includes("log-prob") ? "full colour at −5 nats" : held[at][0] === "importance ratio" ? "full colour at a change of e^±0.2" : `full colour at ${number(most)}`;
+    const scale = held[at][0].includes("log-prob") ? "full colour at −5 nats" : `full colour at ${number(most)} nats`;
     return [element("h4", {}, "Tokens"), element("p", { class: "measure" }, "shading: ", choice, element("small", {}, scale + (update.token_clipped ? "; wavy: clipped" : ""))), text, told];
   }
 
