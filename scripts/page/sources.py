@@ -235,11 +235,10 @@ def _tokenizer_of(name: Any) -> Path | None:
     if Path(name).is_dir():
         return Path(name, "tokenizer.json")
     from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
 
     try:
         held = try_to_load_from_cache(str(name), "tokenizer.json")
-    except HFValidationError:  # a folder that is gone
+    except ValueError:  # no name that could be on the Hub: a folder that is gone
         return None
     return Path(held) if isinstance(held, str) else None
 
