@@ -27,7 +27,6 @@ METRICS = (
     "frac_reward_zero_std",
 )
 TRAINING, VALIDATION = "#0072B2", "#D55E00"
-TIMES = {"before": min, "after": max}  # policies of summary.json: before the first update and after the last
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "turngrpo",
@@ -55,30 +54,17 @@ def curves(history: Sequence[Mapping[str, Any]], policies: Mapping[str, Any] | N
     from matplotlib.ticker import MaxNLocator
 
     drawn = {}
-    updates = [log["update"] for log in history]
+    places = {"before": 0, "after": max((log["update"] for log in history), default=0)}
     for name in names_of(history):
         with rc_context(STYLE):
             figure = Figure(figsize=(3.5, 2.3))
             axis = figure.subplots()
-            for prefix, color, marker in (("", TRAINING, ""), ("eval_", VALIDATION, "o")):
-                points = [(log["update"], log[prefix + name]) for log in history if _is_number(log.get(prefix + name))]
-                bands = [
-                    (log["update"], *log[f"{prefix}{name}/interval"])
-                    for log in history
-                    if f"{prefix}{name}/interval" in log
-                ]
-                if len(points) == 1 and not marker:
-                    marker = "o"
-                if points:
-                    axis.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, linewidth=1.6)
-                if bands:
-                    x, low, high = zip(*bands, strict=True)
-                    axis.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-            for label, end in TIMES.items():
+            _draw(axis, history, name, "", TRAINING, "")
+            _draw(axis, history, name, "eval_", VALIDATION, "o")
+            for label, place in places.items():
                 one = (policies or {}).get(label) or {}
                 value, bounds = one.get("metrics", {}).get(name), one.get("intervals", {}).get(name)
                 if _is_number(value):
-                    place = 0 if label == "before" else end(updates)
                     error = [[max(0.0, value - bounds[0])], [max(0.0, bounds[1] - value)]] if bounds else None
                     axis.errorbar([place], [value], yerr=error, color=VALIDATION, marker="D", markersize=5, capsize=3)
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -88,6 +74,18 @@ def curves(history: Sequence[Mapping[str, Any]], policies: Mapping[str, Any] | N
             figure.tight_layout(pad=0.4)
             drawn[name] = _svg(figure)
     return drawn
+
+
+def _draw(axis: Any, history: Sequence[Mapping[str, Any]], name: str, prefix: str, color: str, marker: str) -> None:
+    """Draw a metric of the logs, with the interval around it where that was logged; a single point as a dot."""
+    points = [(log["update"], log[prefix + name]) for log in history if _is_number(log.get(prefix + name))]
+    low, high = (f"{prefix}interval/{name}/{side}" for side in ("low", "high"))
+    bands = [(log["update"], log[low], log[high]) for log in history if low in log and high in log]
+    if points:
+        marker = marker or "o" * (len(points) == 1)
+        axis.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, linewidth=1.6)
+    if bands:
+        axis.fill_between(*zip(*bands, strict=True), color=color, alpha=0.15, linewidth=0)
 
 
 def ends(history: Sequence[Mapping[str, Any]], name: str) -> str:

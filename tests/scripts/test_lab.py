@@ -519,28 +519,6 @@ def test_the_whole_path_after_a_kill(finished):
     assert "| grpo | all |" in text and (finished.folder / "report" / "training.png").stat().st_size > 10_000
 
 
-def test_the_page_of_the_run_shows_every_branch(finished, tmp_path, capsys):
-    results = json.loads((finished.folder / "report" / "results.json").read_text())
-    assert report.main(["--run", str(finished.folder), "--output", str(tmp_path / "page.html")]) == 0
-    assert "grpo_g2" in (tmp_path / "page.html").read_text()
-    found = sources.find(finished.folder)
-    assert list(found.readers) == ["grpo", "grpo_g2"] and found.tokenizer is not None and found.notes == []
-    scored = [(one["policy"], one["problems"], one["kind"], one["correct"]) for one in found.tests]
-    assert scored == [
-        (policy, problems, kind, strata[problems][kind]["correct"])
-        for policy, strata in results["test"].items()
-        for problems in strata
-        for kind in ("greedy", "draws")
-    ]
-    rows = {}
-    for branch in found.readers:
-        for row in read(finished.folder / branch / "straight").to_pylist():
-            rows[branch, row["id"]] = row
-    shown = turns.overview(found)
-    assert len(shown) == len(rows) == 3 * 4 * 4 + 2 * 4 * 2  # iterations x prompts x generations
-    assert [one["reward"] for one in shown] == [rows[one["source"], one["turns"][0]["id"]]["reward"] for one in shown]
-
-
 def test_the_manifest_covers_every_artefact(finished):
     manifest = json.loads((finished.folder / "manifest.json").read_text())
     listed = {f"{name}/{file}" for name, record in manifest["stages"].items() for file in record["outputs"]}
@@ -582,3 +560,25 @@ def test_a_finished_run_is_left_alone(finished):
     after = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*") if path.is_file()}
     changed = {path.name for path in after if before.get(path) != after[path]}
     assert changed <= {"config.json", ".lock"}
+
+
+def test_the_page_of_the_run_shows_every_branch(finished, tmp_path, capsys):
+    results = json.loads((finished.folder / "report" / "results.json").read_text())
+    assert report.main(["--run", str(finished.folder), "--output", str(tmp_path / "page.html")]) == 0
+    assert "grpo_g2" in (tmp_path / "page.html").read_text()
+    found = sources.find(finished.folder)
+    assert list(found.readers) == ["grpo", "grpo_g2"] and found.tokenizer is not None and found.notes == []
+    scored = [(one["policy"], one["problems"], one["kind"], one["correct"]) for one in found.tests]
+    assert scored == [
+        (policy, problems, kind, strata[problems][kind]["correct"])
+        for policy, strata in results["test"].items()
+        for problems in strata
+        for kind in ("greedy", "draws")
+    ]
+    rows = {}
+    for branch in found.readers:
+        for row in read(finished.folder / branch / "straight").to_pylist():
+            rows[branch, row["id"]] = row
+    shown = turns.overview(found)
+    assert len(shown) == len(rows) == 3 * 4 * 4 + 2 * 4 * 2  # iterations x prompts x generations
+    assert [one["reward"] for one in shown] == [rows[one["source"], one["turns"][0]["id"]]["reward"] for one in shown]

@@ -15,7 +15,7 @@ from datasets import Dataset
 from jobs.evaluating import EvaluateArguments
 from lib.reporting import RunLog, make_console
 from lib.running import SetupError
-from page import counting, sources, texts, turns
+from page import charts, counting, sources, texts, turns
 from tiny import word_tokenizer
 from training import make_trainer
 
@@ -33,6 +33,7 @@ HOSTILE = (
 )
 SEEN = HOSTILE.replace("\x00", "\\x00").replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
 SEEN = SEEN.replace("\u2066", "\\u2066").replace("\u2028", "\\u2028").replace("\u200b", "\\u200b")
+BOUNDS = (("low", 0.25), ("high", 0.75))
 LABELS = [[True, False, False], [False, True, True], [False, False, False]]
 
 
@@ -254,6 +255,16 @@ def test_policies_curves_costs_and_outcome_are_those_of_the_files(run, page):
     assert found.table("updates")["tokens/generation"][0] == f"{spent:,.0f}" and spent > 0
     assert "converged · slope" in found.text and "0.03125" in found.text
     assert page.count("<svg") >= 10 and "finished, 4 updates" in found.text
+
+
+def test_curves_have_the_intervals_that_were_logged():
+    logs = [{"update": n, "eval_reward": 0.5} | {f"eval_interval/reward/{s}": v for s, v in BOUNDS} for n in (1, 2)]
+    bare = [{"update": log["update"], "eval_reward": 0.5} for log in logs]
+    before = {"before": {"metrics": {"reward": 0.25}, "intervals": {"reward": [0.125, 0.5]}}}
+    assert list(charts.curves(logs)) == ["reward"] and charts.ends(logs, "reward") == "validation 0.5 → 0.5"
+    bands = [charts.curves(history)["reward"].count("fill-opacity: 0.15") for history in (logs, bare)]
+    assert bands[0] > bands[1] == 0
+    assert len(charts.curves(bare, before)["reward"]) > len(charts.curves(bare)["reward"])
 
 
 def test_kinds_of_chunks_by_hand():
