@@ -44,6 +44,7 @@
     return made;
   }
 
+  const shortened = (text, length) => (text.length > length ? text.slice(0, length) + " …" : text);
   const isolated = (text) => element("bdi", {}, plain(text));
   const box = (...children) => element("div", { class: "text", dir: "auto", tabindex: 0 }, ...children);
   const number = (value) => (typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(4)) : String(value));
@@ -208,8 +209,8 @@
     const where = [first.source, `iteration ${group.iteration}`, first.project].filter((text) => text && text !== "iteration -1");
     return element("section", { class: "group" },
       element("h3", {}, isolated(first.row_id || `group ${first.group}`), element("small", {}, plain(where.join(" · ")))),
-      row ? element("p", {}, isolated(row.question.slice(0, 200))) : null,
-      first.gold ? element("p", {}, element("small", {}, "gold: ", isolated(first.gold.join(" | ").slice(0, 120)))) : null,
+      row ? element("p", {}, isolated(shortened(row.question, 200))) : null,
+      first.gold ? element("p", {}, element("small", {}, "gold: ", isolated(shortened(first.gold.join(" | "), 120)))) : null,
       element("div", { class: "grid" }, element("table", {}, element("thead", {}, head), body)));
   }
 
@@ -323,8 +324,6 @@
     });
   }
 
-  const labelOf = (turn) => (known(turn.evidence) ? (turn.evidence ? "evidence" : "no evidence") : "no label");
-
   function show(turn, focus = true) {
     const one = turn.owner, chunk = chunksOf(one)[turn.step - 1], row = Object.hasOwn(data.rows, one.row_id) ? data.rows[one.row_id] : null;
     open?.cell?.classList.remove("open");
@@ -339,7 +338,7 @@
         element("span", {}, element("button", { type: "button", title: "turn before", onclick: () => step(-1) }, "←"), " ",
           element("button", { type: "button", title: "turn after", onclick: () => step(1) }, "→"), " ",
           element("button", { type: "button", title: "key Esc", onclick: close }, "close"))),
-      element("p", { class: "badges" }, badge(turn.verdict, turn.verdict.replaceAll(" ", "-")), known(turn.step) ? badge(`label: ${labelOf(turn)}`, "plain") : null,
+      element("p", { class: "badges" }, badge(turn.verdict, turn.verdict.replaceAll(" ", "-")), known(turn.evidence) ? badge(`label: ${turn.evidence ? "evidence" : "no evidence"}`, "plain") : null,
         known(turn.check) ? badge(`check: ${turn.check ? "yes" : "no"}`, "plain") : null, known(turn.exit) ? badge(`exit: ${turn.exit ? "leaves" : "reads on"}`, "plain") : null,
         badge(turn.kinds[0], "plain"), badge(turn.fault && `did not parse: ${turn.fault}`, "unparsed"), turn.finish_reason === "length" ? badge("reply cut at the limit", "plain") : null,
         turn.memory_cut ? badge("memory cut at the limit", "plain") : null, badge(one.leaving && `${one.leaving}: ${where}`, "plain")),
