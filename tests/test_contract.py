@@ -186,6 +186,8 @@ scripts/memory_estimate.py
     peft.LoraConfig
     transformers.AutoModelForCausalLM
     transformers.Qwen2Config
+scripts/page/sources.py
+    huggingface_hub.try_to_load_from_cache(repo_id, filename, ...)
 scripts/sft.py
     trl.SFTConfig
 scripts/train.py

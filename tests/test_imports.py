@@ -37,10 +37,11 @@ ORDER = """
     scripts/lib         adapters tokenizing loading served reporting
     scripts/jobs        gpu_memory quickstart evaluating reading inspecting training imitating exporting
     scripts/lab         __init__ archive config stages data training testing report experiment
+    scripts/page        __init__ sources turns texts counting charts embedding writing
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
     scripts/benchmarks  gpu_check endurance ledger_cost
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus
-    scripts             read_document run_lab sft train
+    scripts             read_document report run_lab sft train
 """
 PLACES = [f"{room}/{name}" for room, *names in map(str.split, ORDER.split("\n")[1:-1]) for name in names]
 

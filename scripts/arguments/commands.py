@@ -207,3 +207,18 @@ class ExportArguments:
     def needs(self) -> dict[str, str]:
         """Return what must be given, by name, and what is expected there."""
         return {"checkpoint": "a checkpoint-N, an output_dir or an exported version"}
+
+
+@dataclass
+class ReportArguments:
+    """What to show, and where the page goes."""
+
+    run: str = option(None, "Folder of train.py or run_lab.py, or a file that evaluate.py wrote.")
+    output: str | None = option(None, "HTML file to write; report.html in the folder, or beside the file.")
+    corpus: str | None = option(None, "Corpus file, where it is not where the run found it.")
+    trajectories: int = option(1000, "Trajectories to show at most, those with a fault first; >= 1.")
+    megabytes: float = option(20.0, "Size of the page at most, > 0.")
+
+    def needs(self) -> dict[str, str]:
+        """Return what must be given, by name, and what is expected there."""
+        return {"run": "an output folder of train.py or run_lab.py, or a file of evaluate.py"}

@@ -12,7 +12,7 @@ WIDTH, COLUMN = 100, 32
 # Where an option stands on the page of every command that has it, in this order.
 TOPICS = {
     "what to read": (
-        "corpus targets dataset_name checkpoint document question row "
+        "run corpus targets dataset_name checkpoint document question row "
         "split validation_fraction split_seed rows data_seed chunk_size sft_rows"
     ),
     "how it is read": (
@@ -43,8 +43,8 @@ TOPICS = {
         "baselines compare_base compare_ungated compare_document trivial_policies allow_overlap draws test_rows"
     ),
     "output": (
-        "output_dir output trajectories adapter_name ledger json tokens name adapters_dir metrics merge logging_steps "
-        "save_steps save_every report_to push_to_hub private preset quickstart dry_run probe"
+        "output_dir output trajectories megabytes adapter_name ledger json tokens name adapters_dir metrics merge "
+        "logging_steps save_steps save_every report_to push_to_hub private preset quickstart dry_run probe"
     ),
 }
 

@@ -24,6 +24,7 @@ from lib.loading import (
 )
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
 from lib.options import OF_A_WORKFLOW
+from lib.output import finite, write_json
 from lib.reporting import RunLog, policies_table, write_curves
 from lib.running import setting_up
 from lib.tokenizing import load_tokenizer
@@ -294,6 +295,11 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
         if run.config.resume_from_checkpoint:
             trainer.check_resume(run.config.resume_from_checkpoint)
     trainer.provenance = provenance(run)
+    if trainer.is_world_process_zero():
+        files = {"corpus": run.options.corpus, "model": run.model_options.model_name_or_path}
+        facts = {name: value for name, value in trainer.exporter.facts(0).items() if name != "update"}
+        with writing(str(folder / "run.json"), going_on(folder)):
+            write_json(folder / "run.json", finite({"files": files, **facts}))
     log = RunLog(folder / "metrics.jsonl", run.console)
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)

@@ -10,9 +10,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from accelerate.utils import gather_object
-from transformers.trainer_utils import get_last_checkpoint
-
 from turngrpo.trainer.files import is_lock, locked
 from turngrpo.trainer.writing import writing
 
@@ -43,6 +40,8 @@ def _resume_folder(given: str | bool | None, output_dir: str | None) -> str | No
     """
     if given in (None, False, "false", "False"):
         return None
+    from transformers.trainer_utils import get_last_checkpoint  # which brings torch
+
     newest = given in (True, "true", "True")
     found = (get_last_checkpoint(output_dir) if Path(output_dir or "").is_dir() else None) if newest else str(given)
     if found is None or not Path(found, "trainer_state.json").is_file():
@@ -95,6 +94,8 @@ def claimed_output(config: Any) -> Iterator[Path]:
     Process 0 holds it for all. Raises ValueError where another run is writing there or its results would be
     overwritten, or there is no such checkpoint.
     """
+    from accelerate.utils import gather_object  # which brings torch
+
     folder, fault = Path(config.output_dir or ""), None
     with ExitStack() as stack:
         if config.process_index == 0:

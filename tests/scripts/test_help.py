@@ -19,17 +19,18 @@ KINDS = {
     "read_document": [commands.ReadArguments],
     "inspect_group": [commands.InspectArguments, commands.UpdateArguments, commands.ModelOptions],
     "export_adapter": [commands.ExportArguments],
+    "report": [commands.ReportArguments],
     "run_lab": [LabArguments, LabConfig],
 }
 
 TRAINING = {"trl", "transformers", "torch", "accelerate", "peft"}
 MAY_IMPORT = {"train": TRAINING, "sft": TRAINING} | {
-    name: {"trl"} for name in ("evaluate", "read_document", "inspect_group", "export_adapter", "run_lab")
+    name: {"trl"} for name in ("evaluate", "read_document", "inspect_group", "export_adapter", "report", "run_lab")
 }
 
 
 @pytest.mark.parametrize(
-    "script", ["train", "evaluate", "read_document", "inspect_group", "export_adapter", "run_lab"]
+    "script", ["train", "evaluate", "read_document", "inspect_group", "export_adapter", "report", "run_lab"]
 )
 def test_help_imports_nothing_heavy_and_is_a_page(script):
     shown, _, status, heavy = run(script, "--help")
@@ -118,6 +119,7 @@ MODEL = "--model_name_or_path is missing: expected a model's folder or its name 
     ("read_document", ["--model", "m", "--document", "d", "--question", " "], ["--question is missing"]),
     ("inspect_group", [], [MODEL]),
     ("inspect_group", ["--workflow", "gated", "--model_name_or_path", "m"], ["--corpus is missing"]),
+    ("report", [], ["--run is missing: expected an output folder of train.py"]),
     ("export_adapter", [], ["--checkpoint is missing: expected a checkpoint-N"]),
 ])  # fmt: skip
 def test_every_option_that_is_missing_is_named(name, given, messages):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import report
 import run_lab
 import torch
 from lab import data, experiment, stages, testing, training
@@ -20,6 +21,7 @@ from lab.config import LabConfig
 from lab.training import Checkpoints, optimizers
 from lib.output import held
 from lib.schedule import learning_rate_factor
+from page import sources, turns
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 from trl import SFTConfig
@@ -28,6 +30,7 @@ from turngrpo.data_prep import stock_arithmetic
 from turngrpo.trainer.forward.policy import Policy, tensors_digest
 from turngrpo.trainer.runs import ledger
 from turngrpo.trainer.runs.compare import compare_states
+from turngrpo.trainer.runs.ledger import read
 from turngrpo.trainer.runs.proof import ResumeError, write_proof
 from turngrpo.trainer.warm_start import completion_nll, fit, target_examples
 
@@ -572,3 +575,25 @@ def test_a_finished_run_is_left_alone(finished):
     after = {path: path.stat().st_mtime_ns for path in finished.folder.rglob("*") if path.is_file()}
     changed = {path.name for path in after if before.get(path) != after[path]}
     assert changed <= {"config.json", ".lock"}
+
+
+def test_the_page_of_the_run_shows_every_branch(finished, tmp_path, capsys):
+    results = json.loads((finished.folder / "report" / "results.json").read_text())
+    assert report.main(["--run", str(finished.folder), "--output", str(tmp_path / "page.html")]) == 0
+    assert "grpo_g2" in (tmp_path / "page.html").read_text()
+    found = sources.find(finished.folder)
+    assert list(found.readers) == ["grpo", "grpo_g2"] and found.tokenizer is not None and found.notes == []
+    scored = [(one["policy"], one["problems"], one["kind"], one["correct"]) for one in found.tests]
+    assert scored == [
+        (policy, problems, kind, strata[problems][kind]["correct"])
+        for policy, strata in results["test"].items()
+        for problems in strata
+        for kind in ("greedy", "draws")
+    ]
+    rows = {}
+    for branch in found.readers:
+        for row in read(finished.folder / branch / "straight").to_pylist():
+            rows[branch, row["id"]] = row
+    shown = turns.overview(found)
+    assert len(shown) == len(rows) == 3 * 4 * 4 + 2 * 4 * 2  # iterations x prompts x generations
+    assert [one["reward"] for one in shown] == [rows[one["source"], one["turns"][0]["id"]]["reward"] for one in shown]

@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import evaluate
 import pyarrow.parquet as pq
 import pytest
+import report
 import sft
 import train
 from jobs import quickstart, training
 from lib import lookup, reporting, running, tokenizing
+from page import embedding, sources, turns
 from peft import LoraConfig, get_peft_model
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
@@ -94,6 +96,25 @@ def test_train_leaves_summary_metrics_curves_and_adapter(trained):
     assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
     for text in ("update 2/2", *TRIVIAL_GATES):
         assert text in shown
+
+
+def test_the_page_of_the_run_agrees_with_its_files(trained, tiny, tmp_path, capsys):
+    """The mean reward of an iteration on the page is the one that was logged, and chunks are those of the corpus."""
+    output, _ = trained
+    assert report.main(["--run", str(output), "--output", str(tmp_path / "page.html")]) == 0
+    made = json.loads((output / "run.json").read_text())
+    assert made["files"] == {"corpus": str(tiny / "corpus.jsonl"), "model": str(tiny / "model")}
+    assert made["config"]["reading"]["max_memory_tokens"] == 16 and made["corpus"]["projects"] == 2
+    found = sources.find(output)
+    shown = list(embedding.batches(found, turns.whole(found, turns.overview(found))))
+    assert found.notes == []
+    readings = [one for batch in shown for one in batch["trajectories"]]
+    logs = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    for iteration, log in enumerate(log for log in logs if "reward" in log):
+        rewards = [one["reward"] for one in readings if one["iteration"] == iteration]
+        assert len(rewards) == 4 and sum(rewards) / 4 == pytest.approx(log["reward"], abs=1e-6)
+    chunk_turns = [turn for one in readings for turn in one["turns"] if turn["step"]]
+    assert chunk_turns and all("chunk" in turn["prompt"] and "memory" in turn["prompt"] for turn in chunk_turns)
 
 
 def test_a_resumed_run_logs_every_update_once(tmp_path):

@@ -2,18 +2,21 @@
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from turngrpo.trainer.files import sha256, sync
-from turngrpo.trainer.objective.iteration import ScoredRollout
 from turngrpo.trainer.reading.gates import GateDecision
 from turngrpo.trainer.runs.columns import PLACE, ROLLOUT, TOKENS, UPDATE, Column, as_table
+
+if TYPE_CHECKING:
+    from turngrpo.trainer.objective.iteration import ScoredRollout
 
 FILE, UPDATE_FILE = "iteration_{:05d}{}.parquet", "update_{:05d}{}.parquet"
 # Small files of many columns: dictionaries, statistics and Arrow's own schema were half of their bytes (LOG.md).
@@ -23,7 +26,7 @@ UPDATES = "updates"  # folder of the updates' files, inside the rollouts'
 
 
 def rollout_rows(
-    rollout: ScoredRollout, reward_names: Sequence[str], turn_reward_names: Sequence[str], **columns: Any
+    rollout: "ScoredRollout", reward_names: Sequence[str], turn_reward_names: Sequence[str], **columns: Any
 ) -> list[dict[str, Any]]:
     """Return one row per turn of this process with the values of `columns.ROLLOUT`; `columns` are those of all."""
     rows = []
@@ -70,7 +73,7 @@ def rollout_rows(
     return rows
 
 
-def place_columns(rollout: ScoredRollout, index: int) -> dict[str, Any]:
+def place_columns(rollout: "ScoredRollout", index: int) -> dict[str, Any]:
     """Return the columns that say which turn of a run it is."""
     place = (rollout.iteration, *rollout.places[index])
     names = [column.name for column in PLACE[1:]]
@@ -180,20 +183,24 @@ def ledger_faults(
     return lines + [f"{found[name]} was changed since it was recorded" for name in changed]
 
 
-def read(run: str | Path) -> pa.Table:
+def read(run: str | Path, columns: Collection[str] | None = None, ids: Collection[str] | None = None) -> pa.Table:
     """Return a run's ledger as one table: every turn of every process, once for each update that trained it.
 
     Columns of `columns.ROLLOUT`, then those of `columns.UPDATE` (and `columns.TOKENS`), null for a turn that no update
-    trained yet. `run` is the output folder; what a resume set aside is left out. Raises FileNotFoundError where there
-    is no ledger.
+    trained yet. `run` is the output folder; what a resume set aside is left out. `columns` and `ids` of turns leave
+    out all others; where no column is of an update, every turn comes once. Raises FileNotFoundError where there is
+    no ledger, ValueError for a file that is none.
     """
     folder = Path(run, "rollouts")
-    turns = _read_all(folder, "iteration_*.parquet")
+    turns = _read_all(folder, "iteration_*.parquet", columns, ids)
     if turns is None:
         raise FileNotFoundError(
             f"{folder} holds no iteration_*.parquet: expected the output folder of a run with a ledger"
         )
-    updates = _read_all(folder / UPDATES, "update_*.parquet")
+    of_updates = {column.name for column in (*UPDATE, *TOKENS)} - {column.name for column in PLACE}
+    if columns is not None and of_updates.isdisjoint(columns):
+        return turns
+    updates = _read_all(folder / UPDATES, "update_*.parquet", columns, ids)
     if updates is None:
         return turns
     own = [name for name in updates.column_names if name not in turns.column_names]
@@ -202,15 +209,30 @@ def read(run: str | Path) -> pa.Table:
         trained.setdefault(name, []).append(place)
     pairs = [(i, j) for i, name in enumerate(turns["id"].to_pylist()) for j in trained.get(name, [None])]
     joined = turns.take(pa.array([i for i, _ in pairs], pa.int64()))
-    columns = updates.select(own).take(pa.array([j for _, j in pairs], pa.int64()))
+    taken = updates.select(own).take(pa.array([j for _, j in pairs], pa.int64()))
     for name in own:
-        joined = joined.append_column(name, columns[name])
+        joined = joined.append_column(name, taken[name])
     return joined
 
 
-def _read_all(folder: Path, pattern: str) -> pa.Table | None:
+def read_file(path: Path, columns: Collection[str] | None = None, ids: Collection[str] | None = None) -> pa.Table:
+    """Return a file of turns, of these columns (those it has, and id) and turns alone; ValueError where it is none."""
+    try:
+        with pq.ParquetFile(path) as file:
+            kept = None if columns is None else [name for name in file.schema_arrow.names if name in {*columns, "id"}]
+            table = file.read(columns=kept)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no file of a ledger: expected Parquet ({error})") from error
+    if "id" not in table.column_names:
+        raise ValueError(f"{path} is no file of a ledger: it has no column id, only {', '.join(table.column_names)}")
+    return table if ids is None else table.filter(pc.is_in(table["id"], pa.array(list(ids), pa.string())))
+
+
+def _read_all(
+    folder: Path, pattern: str, columns: Collection[str] | None, ids: Collection[str] | None
+) -> pa.Table | None:
     paths = sorted(folder.glob(pattern), key=lambda path: (_place(path), _process(path)))
-    tables = [pq.ParquetFile(path).read() for path in paths]
+    tables = [read_file(path, columns, ids) for path in paths]
     return pa.concat_tables(tables, promote_options="permissive") if tables else None
 
 
