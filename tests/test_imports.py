@@ -39,7 +39,7 @@ ORDER = """
     scripts/lab         __init__ archive config stages data training testing report experiment
     scripts/page        __init__ sources turns texts counting charts embedding writing
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
-    scripts/benchmarks  gpu_check endurance ledger_cost
+    scripts/benchmarks  gpu_check endurance ledger_cost learning
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus
     scripts             read_document report run_lab sft train
 """
