@@ -245,8 +245,8 @@ def set_test_apart(whole: Path, fraction: float) -> None:
     held_out = split_by_project(projects, fraction, seed=1)  # not the seed by which training splits again
     if not 2 <= len(held_out) <= len(set(projects)) - 2:
         raise ValueError(
-            f"test_fraction {fraction} leaves {len(held_out)} of {len(set(projects))} projects to test: expected two or "
-            "more on each side"
+            f"test_fraction {fraction} leaves {len(held_out)} of {len(set(projects))} projects to test: expected two "
+            "or more on each side"
         )
     for name, tested in (("develop", False), ("test", True)):
         kept = [row for row, project in zip(rows, projects, strict=True) if (project in held_out) == tested]
