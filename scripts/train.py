@@ -38,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kinds = [TrainArguments, TurnGRPOConfig, ModelOptions]
         options, config, model_options = parse_options(kinds, given, __doc__, refused)
     import torch
+    from jobs.stopping import ending
     from jobs.training import dry_run, prepare, train
     from lib.output import claimed_output, finite, make_output, write_json
     from lib.reporting import make_console
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if config.process_index == 0:
             with writing(str(path), going_on(output)):
                 write_json(path, finite(summary))
+        console.print(ending(summary), highlight=False)
         console.print(f"{path}: {run.seconds['total']:.0f} seconds", highlight=False)
         if config.push_to_hub:
             with setting_up():

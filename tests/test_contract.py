@@ -121,11 +121,21 @@ scripts/jobs/quickstart.py
     transformers.TrainerCallback.on_log(self, args, state, control, kwargs)
     transformers.TrainerControl().should_training_stop
     trl.SFTConfig
+scripts/jobs/stopping.py
+    transformers.IntervalStrategy
+    transformers.TrainerState().global_step
+    transformers.TrainerState().log_history
+    transformers.TrainerState().max_steps
+    transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+    trl.GRPOTrainer().args
+    trl.GRPOTrainer().state
 scripts/jobs/training.py
     accelerate.Accelerator().distributed_type
     accelerate.Accelerator().num_processes
     accelerate.Accelerator.autocast(self, autocast_handler)
     peft.get_peft_model_state_dict(model, state_dict, adapter_name, unwrap_compiled, save_embedding_layers)
+    transformers.EarlyStoppingCallback
+    transformers.EarlyStoppingCallback.__init__(self, early_stopping_patience, early_stopping_threshold)
     transformers.PrinterCallback
     transformers.ProgressCallback
     trl.GRPOTrainer().accelerator
@@ -402,12 +412,19 @@ trainer/runs/checkpoints.py
     accelerate.Accelerator.wait_for_everyone(self)
     accelerate.utils.gather_object(object)
     torch.save(obj, f, ...)
+    transformers.EarlyStoppingCallback
+    transformers.EarlyStoppingCallback().early_stopping_patience
+    transformers.EarlyStoppingCallback().early_stopping_patience_counter
     transformers.Trainer
+    transformers.TrainerState().best_global_step
     transformers.TrainerState().best_model_checkpoint
     transformers.TrainerState().global_step
     transformers.TrainerState().max_steps
+    transformers.TrainerState().stateful_callbacks
     transformers.TrainerState.save_to_json(self, json_path)
     transformers.trainer.TRAINER_STATE_NAME
+    transformers.trainer_callback.ExportableState
+    transformers.trainer_callback.ExportableState.state(self)
     transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
     transformers.trainer_utils.get_last_checkpoint(folder)
     transformers.trainer_utils.rotate_checkpoints(output_dir, save_total_limit, best_model_checkpoint, use_mtime,
@@ -424,6 +441,7 @@ trainer/runs/checkpoints.py
     trl.GRPOTrainer()._tr_loss
     trl.GRPOTrainer().accelerator
     trl.GRPOTrainer().args
+    trl.GRPOTrainer().callback_handler
     trl.GRPOTrainer().log_completions
     trl.GRPOTrainer().lr_scheduler
     trl.GRPOTrainer().model
@@ -446,8 +464,10 @@ trainer/runs/interruption.py
     transformers.TrainerControl().should_save
     transformers.TrainerControl().should_training_stop
     transformers.trainer_utils.SaveStrategy
+    trl.GRPOConfig().load_best_model_at_end
     trl.GRPOConfig().save_only_model
     trl.GRPOConfig().save_strategy
+    trl.GRPOConfig().save_total_limit
 trainer/runs/proof.py
     deepspeed.runtime.fp16.loss_scaler.LossScaler
     deepspeed.runtime.zero.config.ZeroStageEnum
@@ -559,8 +579,10 @@ trainer/turn_grpo_trainer.py
         environment_factory)
     trl.GRPOTrainer._finalize_training(self, trial, num_train_samples, start_time)
     trl.GRPOTrainer._generate_and_score_completions(self, inputs)
+    trl.GRPOTrainer._get_eval_sampler(self, eval_dataset)
     trl.GRPOTrainer._get_grad_norm(self, model, grad_norm)
     trl.GRPOTrainer._get_train_sampler(self, dataset)
+    trl.GRPOTrainer._load_best_model(self)
     trl.GRPOTrainer._load_rng_state(self, checkpoint)
     trl.GRPOTrainer._log_completion_extra(self, column, values)
     trl.GRPOTrainer._log_metric(self, name, value)
@@ -735,6 +757,7 @@ INSTANCES = {
     "trl.SFTTrainer": trained_sft,
     "trl.trainer.utils.RepeatSampler": repeat_sampler,
     "transformers.TrainerState": lambda: trained_grpo().state,
+    "transformers.EarlyStoppingCallback": lambda: importlib.import_module("transformers").EarlyStoppingCallback(),
     "transformers.TrainerControl": lambda: trained_grpo().control,
     "transformers.Qwen2Config": lambda: tiny_model(24).config,
     "transformers.models.qwen2.modeling_qwen2.Qwen2Attention": lambda: tiny_model(24).model.layers[0].self_attn,

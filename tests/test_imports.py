@@ -25,17 +25,18 @@ ORDER = """
     trainer/sampling    __init__ noise engine_check padded_decoder transformers_engine server served_adapter
     trainer/sampling    vllm_engine chat_engine
     trainer             reward_calls
-    trainer/measuring   __init__ metrics behavior_check turn_record trackers update_log
+    trainer/evaluation  __init__ intervals
+    trainer/measuring   __init__ metrics behavior_check turn_record trackers update_log convergence
     trainer/runs        __init__ proof identity fingerprint checkpoints resume columns ledger compare interruption
     trainer/export      __init__ base_model model_card versions merge hub exporter
     trainer             inherited_options config checks turn_grpo_trainer
-    trainer/evaluation  __init__ intervals evaluate forced_gates whole_document
+    trainer/evaluation  evaluate forced_gates whole_document
     trainer             warm_start __init__
     scripts/arguments   help_page
     scripts/lib         schedule running output lookup options
     scripts/arguments   commands
     scripts/lib         adapters tokenizing loading served reporting
-    scripts/jobs        gpu_memory quickstart evaluating reading inspecting training imitating exporting
+    scripts/jobs        gpu_memory quickstart evaluating reading inspecting stopping training imitating exporting
     scripts/lab         __init__ archive config stages data training testing report experiment
     scripts/page        __init__ sources turns texts counting charts embedding writing
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step

@@ -108,10 +108,29 @@ def _value_faults(config: Any) -> list[str]:
             faults.append(f"{name}={getattr(config, name)!r}: expected finite numbers")
     if config.num_iterations < 1:
         faults.append(f"num_iterations={config.num_iterations!r}: a rollout is trained on once at least")
+    if config.load_best_model_at_end:
+        faults += _best_model_faults(config)
     if config.push_to_hub and config.hub_strategy != "end":
         faults.append(
             "push_to_hub: under a workflow the exported version is pushed at the end, never output_dir with its "
             "rollouts at every checkpoint; set hub_strategy='end'"
+        )
+    return faults
+
+
+def _best_model_faults(config: Any) -> list[str]:
+    """What transformers takes, and what would then be loaded is not the best."""
+    faults = []
+    if config.metric_for_best_model in ("loss", "eval_loss"):
+        faults.append(
+            f"metric_for_best_model={config.metric_for_best_model!r}, load_best_model_at_end's default: the loss is "
+            "least where the policy has hardly moved; set metric_for_best_model='eval_reward'"
+        )
+    both = config.eval_strategy == config.save_strategy == "steps"
+    if both and config.save_steps != config.eval_steps:
+        faults.append(
+            f"save_steps={config.save_steps:g} with load_best_model_at_end and eval_steps={config.eval_steps:g}: an "
+            "evaluation without a checkpoint may be the best; set save_steps to eval_steps, or save_strategy='best'"
         )
     return faults
 

@@ -116,6 +116,7 @@ class TurnGRPOTrainer(GRPOTrainer):
     _evaluation: EvaluationLog | None = None  # of the evaluation that is going on
     _ledger: Ledger | None = None
     _stream = StreamPlace()
+    _best_update: int | None = None  # of the checkpoint whose weights were loaded at the end of training
 
     @showing_arguments_of(GRPOTrainer.__init__)
     def __init__(
@@ -517,7 +518,13 @@ class TurnGRPOTrainer(GRPOTrainer):
             name = rollout.turn_name(rows[row])
             raise RuntimeError(describe_gap(name, row, gap, batch, logprobs, tolerance, self._tokenizer))
 
-    # ---- evaluation: replaces GRPOTrainer.prediction_step (trl 1.16) ----
+    # ---- evaluation: replaces GRPOTrainer._get_eval_sampler, prediction_step (trl 1.16) ----
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Read rows in their order, where TRL shuffles: a row's noise is that of its place, the same elsewhere."""
+        if self.workflow is None:
+            return super()._get_eval_sampler(eval_dataset)
+        return RepeatSampler(eval_dataset, self.num_generations_eval, shuffle=False)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -555,7 +562,7 @@ class TurnGRPOTrainer(GRPOTrainer):
                     "batch on several processes: evaluate on a Dataset"
                 )
             limit = len(rows) * self.num_generations_eval
-        self._evaluation = EvaluationLog(limit)
+        self._evaluation = EvaluationLog(limit, self.args.eval_seed)
         try:
             with self.update_log.apart(), generators_kept():  # what rewards draw in training is theirs alone
                 output: Any = super().evaluation_loop(*args, **kwargs)
@@ -572,7 +579,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         return output
 
     # ---- runs: replaces GRPOTrainer.train, log, _get_train_sampler, and _run_epoch, _save_checkpoint,
-    # _load_rng_state, _finalize_training of transformers' Trainer (5.24) ----
+    # _load_rng_state, _load_best_model, _finalize_training of transformers' Trainer (5.24) ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as GRPOTrainer does; under a workflow the reference must be the same at the end, to the last bit.
@@ -583,6 +590,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         self._step, self._buffered_inputs, self._ledger, self.exporter.is_current = 0, None, None, False
         self._update_rows.clear()
+        self._best_update = None
         checkpoint, state = self.checkpoints.begin(resume_from_checkpoint)
         self._stream = StreamPlace(state and state.get("stream"))
         output = super().train(checkpoint, *args, **kwargs)
@@ -621,6 +629,19 @@ class TurnGRPOTrainer(GRPOTrainer):
             return super()._save_checkpoint(model, trial)
         with self.update_log.timed("saving"), self.checkpoints.saving(trial):
             super()._save_checkpoint(model, trial)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint as transformers does; under a workflow it is proved to be whole before."""
+        if self.workflow is None:
+            return super()._load_best_model()
+        self.checkpoints.prove_best()
+        super()._load_best_model()
+        self._best_update = int(Path(self.state.best_model_checkpoint or "").name.rpartition("-")[2])
+
+    @property
+    def weights_update(self) -> int:
+        """Updates that made the weights: fewer than there were where the best checkpoint's were loaded at the end."""
+        return self.state.global_step if self._best_update is None else self._best_update
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         super()._load_rng_state(checkpoint)
@@ -713,7 +734,7 @@ class TurnGRPOTrainer(GRPOTrainer):
         """Save as transformers does, and beside an adapter what its export will say of the run."""
         super().save_model(output_dir, _internal_call)
         if self.workflow is not None and self.args.should_save:
-            self.exporter.save_facts(output_dir or self.args.output_dir, self.state.global_step)
+            self.exporter.save_facts(output_dir or self.args.output_dir, self.weights_update)
 
     @property
     def provenance(self) -> Mapping[str, Any]:
@@ -738,12 +759,12 @@ class TurnGRPOTrainer(GRPOTrainer):
         """Write the adapter as output_dir/adapters/`name`/v0001, v0002, ... and return that folder (on process 0).
 
         `name` is by default that of the version before, or the output folder's; `before` and `after` are metrics,
-        `after` by default those of the evaluation at this update. Every process must call it. Raises ValueError
+        `after` by default those of the evaluation of these weights. Every process must call it. Raises ValueError
         without an adapter.
         """
         with self.whole_weights():
             if self.is_world_process_zero():
-                self.exporter.export(name, before, after, self.state)
+                self.exporter.export(name, before, after, self.weights_update, self.state.log_history)
         self.exporter.is_current = True
         return self.exporter.exported
 

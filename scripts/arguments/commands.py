@@ -38,6 +38,11 @@ class TrainArguments(ScriptArguments):
     )
     validation_rows: int | None = option(None, "Evaluate on a sample of so many validation rows; all when left out.")
     validation_members: int = option(1, "Readings of every validation row, >= 1.")
+    early_stopping_patience: int | None = option(
+        None,
+        "End when metric_for_best_model has not improved for so many evaluations; needs load_best_model_at_end.",
+    )
+    early_stopping_threshold: float = option(0.0, "An improvement by no more than this is none, >= 0.")
     adapter_name: str | None = option(None, "Name of the exported adapter; the output directory's when left out.")
     quickstart: bool = option(False, "Make the needle corpus and the tiny warm-started model first.")
     threads: int | None = option(None, "CPU threads of torch; torch's own choice when left out.")

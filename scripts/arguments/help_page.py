@@ -39,8 +39,10 @@ TOPICS = {
         "allow_changed"
     ),
     "evaluation": (
-        "eval_strategy eval_steps per_device_eval_batch_size validation_rows validation_members members cluster "
-        "baselines compare_base compare_ungated compare_document trivial_policies allow_overlap draws test_rows"
+        "eval_strategy eval_steps per_device_eval_batch_size num_generations_eval load_best_model_at_end "
+        "metric_for_best_model early_stopping_patience early_stopping_threshold validation_rows validation_members "
+        "members cluster baselines compare_base compare_ungated compare_document trivial_policies allow_overlap draws "
+        "test_rows"
     ),
     "output": (
         "output_dir output trajectories megabytes adapter_name ledger json tokens name adapters_dir metrics merge "
@@ -53,8 +55,9 @@ INHERITED = (
     "dataset_name max_completion_length chat_template_kwargs reward_weights scale_rewards model_name_or_path "
     "model_revision dtype use_peft lora_target_modules learning_rate lr_scheduler_type warmup_steps max_steps "
     "num_train_epochs max_length per_device_train_batch_size gradient_accumulation_steps num_generations loss_type "
-    "epsilon beta seed bf16 gradient_checkpointing resume_from_checkpoint eval_strategy eval_steps output_dir "
-    "logging_steps save_steps report_to push_to_hub"
+    "epsilon beta seed bf16 gradient_checkpointing resume_from_checkpoint eval_strategy eval_steps "
+    "num_generations_eval load_best_model_at_end metric_for_best_model output_dir logging_steps save_steps "
+    "report_to push_to_hub"
 ).split()
 
 

@@ -12,6 +12,7 @@ from datasets import load_dataset
 from jobs.gpu_memory import memory_parts, memory_table, model_sizes
 from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
+from jobs.stopping import check_best_metric, check_early_stopping, outcome
 from lib.adapters import new_adapter_config
 from lib.loading import (
     check_adapter,
@@ -32,7 +33,7 @@ from peft import get_peft_model_state_dict
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
-from transformers import PrinterCallback, ProgressCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback
 from trl import ModelConfig
 
 from turngrpo.data_prep import corpus_facts
@@ -99,9 +100,9 @@ def prepare(
     turn_rewards = find_rewards(options.turn_reward_funcs, TURN_REWARDS, "--turn_reward_funcs")
     if not rewards:
         raise ValueError(f"--reward_funcs is missing: expected {', '.join(TRAJECTORY_REWARDS)}, or a dotted path")
-    names = [reward_name(f) for f in rewards], [reward_name(f) for f in turn_rewards]
-    check_names(names[0] + names[1])
-    check_weights(config, *names)
+    called = [reward_name(f) for f in rewards], [reward_name(f) for f in turn_rewards]
+    check_names(called[0] + called[1])
+    check_weights(config, *called)
     check_loading(model_options)
     if options.probe and not options.dry_run:
         raise ValueError("--probe is a part of --dry_run: give both, or neither")
@@ -110,6 +111,7 @@ def prepare(
             "--probe samples with the model here, where nothing but this process changes: leave it out with "
             "--rollout_engine vllm"
         )
+    check_early_stopping(options, config)
     if options.validation_members < 1:
         raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
     if options.quickstart:
@@ -144,7 +146,8 @@ def prepare(
     check_model(check_adapter(model, lora), tokenizer, config.beta, aux_loss_enabled=False)
     check_overlap(train, {"validation": validation}, config.allow_overlap)
     check_length(len(train), (config.generation_batch_size or 1) // (config.num_generations or 1))
-    try_rewards(train[0], config.num_generations or 1, workflow, tokenizer, config, rewards, turn_rewards)
+    names = try_rewards(train[0], config.num_generations or 1, workflow, tokenizer, config, rewards, turn_rewards)
+    check_best_metric(config, names)
     if config.rollout_engine == "vllm":
         check_servers(config, tokenizer, getattr(model.config.get_text_config(), "max_position_embeddings", None))
     return run
@@ -304,6 +307,9 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(log)
+    if run.options.early_stopping_patience is not None:
+        patience, threshold = run.options.early_stopping_patience, run.options.early_stopping_threshold
+        trainer.add_callback(EarlyStoppingCallback(patience, threshold))
     interruption = Interruption()
     trainer.add_callback(interruption)
     policies: dict[str, Evaluation] = {}
@@ -331,6 +337,7 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
         "after": policies["after"].metrics if policies else None,
         "policies": {name: evaluation.summary() for name, evaluation in policies.items()},
         "adapter": str(adapter) if adapter else None,
+        **outcome(trainer, adapter, run.options.early_stopping_patience),
         "processes": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
     }
@@ -372,7 +379,7 @@ def same_version(trainer: TurnGRPOTrainer, folder: Path) -> bool:
     with trainer.whole_weights():
         own = get_peft_model_state_dict(trainer.model, adapter_name=TRAINED, save_embedding_layers=False)
         same = tensors_digest(own.items()) == tensors_digest(load_file(version / WEIGHTS).items())
-    if same and read_version(version)["update"] == trainer.state.global_step:
+    if same and read_version(version)["update"] == trainer.weights_update:
         trainer.exporter.exported, trainer.exporter.is_current = version, True
         return True
     return False

@@ -26,7 +26,7 @@ COLUMNS = {
     "turns/mean": "turns",
 }
 CURVES = (*list(COLUMNS)[:6], "turns/mean", "kl")
-
+VALIDATION = {"color": "C1", "marker": "."}
 
 WIDTH = 150  # where the output is no terminal
 
@@ -97,7 +97,8 @@ class RunLog(TrainerCallback):
 def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
     """Draw reward, gates, answers, turns and KL over the updates, in training and on validation rows, in two rows.
 
-    The first and the last value of a curve stand at its ends. Nothing is drawn where nothing was logged.
+    Validation has its 95% intervals where they were logged. The first and the last value of a curve stand above
+    it. Nothing is drawn where nothing was logged.
     """
     import matplotlib
 
@@ -108,18 +109,20 @@ def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
     if not names:
         return
     width = -(-len(names) // 2)
-    figure, axes = pyplot.subplots(2, width, figsize=(3.4 * width, 5.6), sharex=True, squeeze=False)
+    figure, axes = pyplot.subplots(2, width, figsize=(2.8 * width, 5.6), sharex=True, squeeze=False)
+    kinds = (("", "training", 0.0, "left", {"color": "C0"}), ("eval_", "validation", 1.0, "right", VALIDATION))
     for axis, name in zip(axes.flat, names, strict=False):
-        for prefix, label, look, above in (("", "training", {}, 5), ("eval_", "validation", {"marker": "."}, -13)):
+        for prefix, label, place, side, look in kinds:
             points = [(log["update"], log[prefix + name]) for log in history if prefix + name in log]
             if not points:
                 continue
-            (line,) = axis.plot(*zip(*points, strict=True), label=label, **look)
-            for point, side in ((points[0], "left"), (points[-1], "right")):
-                text = {"xytext": (0, above), "textcoords": "offset points", "ha": side, "color": line.get_color()}
-                axis.annotate(f"{point[1]:.3g}", point, **text)
-        axis.set_title(name, fontsize=11)
-        axis.margins(x=0.12, y=0.15)
+            axis.plot(*zip(*points, strict=True), label=label, **look)
+            bounds = [f"{prefix}interval/{name}/{bound}" for bound in ("low", "high")]
+            if band := [(log["update"], *map(log.get, bounds)) for log in history if all(b in log for b in bounds)]:
+                axis.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.2, linewidth=0)
+            ends = f"{points[0][1]:.3g} \N{RIGHTWARDS ARROW} {points[-1][1]:.3g}"
+            axis.text(place, 1.03, ends, transform=axis.transAxes, ha=side, color=look["color"])
+        axis.set_title(name, fontsize=11, pad=20)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(names) :]:
         axis.set_axis_off()

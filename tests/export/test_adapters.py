@@ -415,7 +415,7 @@ def test_names_that_are_no_folders_write_nothing(name, tmp_path):
     exporter = Exporter(SimpleNamespace(output_dir=str(tmp_path / "run")), None, None, None)
     if name:
         with pytest.raises(ValueError, match="the adapter's name is "):
-            exporter.export(name, None, None, None)
+            exporter.export(name, None, None, 0, [])
     with pytest.raises(ValueError, match="the adapter's name is ") as caught:
         check_name(name)
     assert len(str(caught.value)) < 250 and not list(tmp_path.iterdir())

@@ -32,7 +32,7 @@ trainer = make_trainer("out", GatedMemory(), dataset=rows, eval_dataset=rows, tu
 trainer.train()
 Path("history.json").write_text(json.dumps(trainer.state.log_history))
 """
-SHOWN = ["r2", "r3"]  # the first two in the order of TRL's sampler, which is the same at every evaluation
+SHOWN = ["r0", "r1"]
 ONCE = {"train_runtime", "train_samples_per_second", "train_steps_per_second", "train_loss", "total_flos"}
 
 
@@ -89,7 +89,7 @@ def test_tensorboard_holds_every_metric_and_the_documents_as_text(run):
         assert len(texts) == 2 and all(
             "    question: red\n" in text and "chunk 1 (evidence)" in text for text in texts
         )
-    assert not any("trajectories/eval/r0" in name for name in board.Tags()["tensors"])
+    assert not any("trajectories/eval/r2" in name for name in board.Tags()["tensors"])
 
 
 def test_wandb_holds_every_metric_and_a_table_of_documents(run):

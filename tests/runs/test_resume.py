@@ -17,9 +17,10 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from tiny import tiny_model, word_tokenizer
 from training import PROMPTS, make_trainer, token_reward
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from turngrpo.trainer import TurnGRPOTrainer
 from turngrpo.trainer.runs.compare import compare_states
@@ -324,7 +325,42 @@ def test_load_best_and_rotation_see_only_whole_checkpoints(tmp_path):
     }  # fmt: skip
     trainer = run(tmp_path, **options)
     names = sorted(path.name for path in tmp_path.iterdir() if "checkpoint" in path.name)
-    assert set(names) == {"checkpoint-4", Path(trainer.state.best_model_checkpoint).name}
+    best = Path(trainer.state.best_model_checkpoint)
+    assert set(names) == {"checkpoint-4", best.name} and best.name != "checkpoint-4"
+    assert trainer.weights_update == int(best.name.rpartition("-")[2])
+    saved = load_file(best / "model.safetensors")  # beta is above 0, so that train() looked at the reference too
+    assert all(torch.equal(saved[name], p) for name, p in trainer.model.named_parameters() if name in saved)
+
+
+def test_early_stopping_goes_on_with_its_count_and_may_come_later(tmp_path):
+    """Two callbacks of a kind keep a count each; a run whose checkpoint knows of none may be given one."""
+    options = {
+        "eval_dataset": Dataset.from_dict({"prompt": PROMPTS[:2]}), "eval_strategy": "steps", "eval_steps": 1,
+        "per_device_eval_batch_size": 8, "load_best_model_at_end": True, "metric_for_best_model": "eval_reward",
+        "max_steps": 2, "reward_funcs": token_reward, "num_generations_eval": 1,
+    }  # fmt: skip
+    trainer = make(tmp_path, **options)
+    stoppers = [EarlyStoppingCallback(9, threshold) for threshold in (0.0, 100.0)]  # no gain is as much as 100
+    for stopper in stoppers:
+        trainer.add_callback(stopper)
+    trainer.train()
+    counts = [stopper.early_stopping_patience_counter for stopper in stoppers]
+    assert counts[1] == 1 and counts[0] in (0, 1)
+    again = make(tmp_path, **options)
+    fresh = [EarlyStoppingCallback(patience, 100.0) for patience in (7, 8)]
+    for stopper in fresh:
+        again.add_callback(stopper)
+    again.checkpoints.begin(str(tmp_path / "checkpoint-2"))
+    assert [stopper.early_stopping_patience_counter for stopper in fresh] == counts
+    assert [stopper.early_stopping_patience for stopper in fresh] == [7, 8]  # as given now
+
+    plain = make(tmp_path / "plain", **options)
+    plain.train()
+    later = make(tmp_path / "plain", **options | {"max_steps": 8})
+    later.add_callback(EarlyStoppingCallback(2, 100.0))
+    with pytest.warns(UserWarning, match="goes on with another schedule"):
+        later.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    assert later.state.global_step == 4  # updates 3 and 4 spend the patience
 
 
 @pytest.mark.parametrize("ledger", [True, False])

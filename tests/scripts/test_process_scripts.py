@@ -53,7 +53,9 @@ def train(tmp_path_factory):
     given += ["--reward_funcs", "length_reward.score", "--turn_reward_funcs", "length_reward.turns", "--beta", "0.1"]
     given += ["--num_generations", "4", "--gradient_accumulation_steps", "2", "--num_iterations", "2"]
     given += ["--max_steps", "4", "--learning_rate", "1e-3", "--logging_steps", "1", "--loss_type", "group"]
-    given += ["--save_strategy", "no", "--use_peft", "--lora_r", "4", "--validation_rows", "3", "--alpha", "0.5"]
+    given += ["--use_peft", "--lora_r", "4", "--validation_rows", "3", "--alpha", "0.5", "--num_generations_eval", "1"]
+    given += ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2", "--early_stopping_patience", "1"]
+    given += ["--load_best_model_at_end", "true", "--metric_for_best_model", "eval_reward"]
     kept = {}
 
     def launch(name, processes, *more):
@@ -100,6 +102,7 @@ def test_train_on_two_processes_is_train_on_one(name, kind, more, train):
     assert max(log["grad_norm"] for log in logs[0] if "grad_norm" in log) > 1e-3
     # Four steps of AdamW at 1e-3 on the same gradients; a doubled learning rate would be off by about 1.
     assert relative_gap(adapter(two), adapter(one)) < 1e-3
+    assert both["exported"] == alone["exported"] and alone["exported"]["is_best"]
     assert both["after"].keys() == alone["after"].keys()
     for key, value in alone["after"].items():
         assert both["after"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key

@@ -20,6 +20,7 @@ from turngrpo.trainer.evaluation.intervals import (
     RESAMPLES,
     Observations,
     intervals,
+    observe,
     percentiles,
     row_weights,
     wilson,
@@ -163,7 +164,7 @@ def evaluate_policy(
     )
     metrics = scored_metrics([rollout], *names) if reward_funcs else rollout_metrics(trajectories)
     measures = [_measures(rollout, index, names[0] if reward_funcs else None) for index in range(len(trajectories))]
-    observations = _observe(measures, groups)
+    observations = observe(measures, groups)
     totals = observations.means(np.ones((1, len(rows))))[0]
     if cluster is not None:
         observations = observations.clustered([row[cluster] for row in rows])
@@ -223,13 +224,22 @@ def try_rewards(
     config: TurnGRPOConfig,
     reward_funcs: Sequence[Callable[..., Any]],
     turn_reward_funcs: Sequence[Callable[..., Any]],
-) -> None:
-    """Reward a group of readings with empty replies, which need no model: a broken reward is found before any is."""
+) -> set[str]:
+    """Reward a group of readings with empty replies, which need no model: a broken reward is found before any is.
+
+    Returns the names of the metrics that come of it.
+    """
     group = [row] * members, [0] * members, list(range(members))
     trajectories = collect(
         workflow, Silent(tokenizer.eos_token_id), tokenizer, *group, seed=0, iteration=0, max_turns=config.max_turns
     )
-    score_trajectories(trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow)
+    logged: set[str] = set()
+    log_metric = lambda name, value: logged.add(name)  # noqa: E731
+    rollout = score_trajectories(
+        trajectories, tokenizer, config, reward_funcs, turn_reward_funcs, workflow, log_metric
+    )
+    names = [reward_name(f) for f in reward_funcs], [reward_name(f) for f in turn_reward_funcs]
+    return logged | set(scored_metrics([rollout], *names))
 
 
 def score_trajectories(
@@ -293,18 +303,6 @@ def _measures(rollout: ScoredRollout, index: int, reward_names: Sequence[str] | 
         for name, value in zip(["reward", *(f"rewards/{n}/mean" for n in reward_names)], values, strict=True):
             measures[name] = [] if math.isnan(value) else [float(value)]
     return measures
-
-
-def _observe(measures: Sequence[dict[str, list[float]]], groups: Sequence[int]) -> Observations:
-    names = list(dict.fromkeys(name for one in measures for name in one))
-    place = {name: column for column, name in enumerate(names)}
-    sums = np.zeros((max(groups) + 1, len(names)))  # (R, M)
-    counts = np.zeros_like(sums)
-    for one, group in zip(measures, groups, strict=True):
-        for name, values in one.items():
-            sums[group, place[name]] += sum(values)
-            counts[group, place[name]] += len(values)
-    return Observations(names, sums, counts)
 
 
 def _breakdown(

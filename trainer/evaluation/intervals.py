@@ -7,7 +7,7 @@ single point where every observation is the same.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,19 @@ class Observations:
         with np.errstate(invalid="ignore"):
             values = np.where(counts > 0, weights @ self.sums / np.maximum(counts, 1e-12), np.nan)
         return values
+
+
+def observe(measures: Sequence[Mapping[str, Sequence[float]]], groups: Sequence[int]) -> Observations:
+    """Return what was observed in every row; `measures` are those of every reading, `groups` say of which row."""
+    names = list(dict.fromkeys(name for one in measures for name in one))
+    place = {name: column for column, name in enumerate(names)}
+    sums = np.zeros((max(groups) + 1, len(names)))  # (R, M)
+    counts = np.zeros_like(sums)
+    for one, group in zip(measures, groups, strict=True):
+        for name, values in one.items():
+            sums[group, place[name]] += sum(values)
+            counts[group, place[name]] += len(values)
+    return Observations(names, sums, counts)
 
 
 def row_weights(rows: int, resamples: int, seed: int) -> np.ndarray:

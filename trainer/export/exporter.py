@@ -91,9 +91,14 @@ class Exporter:
             (Path(folder) / RUN_FILE).write_text(text + "\n", encoding="utf-8")
 
     def export(
-        self, name: str | None, before: Mapping[str, float] | None, after: Mapping[str, float] | None, state: Any
+        self,
+        name: str | None,
+        before: Mapping[str, float] | None,
+        after: Mapping[str, float] | None,
+        update: int,
+        log_history: list[dict[str, Any]],
     ) -> Path:
-        """Write the next version; see TurnGRPOTrainer.export_adapter. `state` is the TrainerState."""
+        """Write the next version, of the weights after `update` updates; see TurnGRPOTrainer.export_adapter."""
         output = Path(self.args.output_dir).resolve()
         check_name(name or output.name)  # before it is a part of a path
         name = name or (self.exported.parent.name if self.exported else output.name)
@@ -102,8 +107,8 @@ class Exporter:
             self.tokenizer,
             output / "adapters" / name,
             before=before,
-            after=after or evaluation_at(state.log_history, state.global_step),
-            **self.facts(state.global_step),
+            after=after or evaluation_at(log_history, update),
+            **self.facts(update),
         )
         return self.exported
 

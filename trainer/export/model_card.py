@@ -187,7 +187,7 @@ def _corpus(corpus: Mapping[str, Any] | None) -> str:
 
 
 def _results(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> str:
-    names = [name for name in after if not name.startswith(("time/", "tokens/", "completions/"))]
+    names = [name for name in after if not name.startswith(("time/", "tokens/", "completions/", "interval/"))]
     rows = [(escape(name), _number(before.get(name)), _number(after[name])) for name in sorted(names)]
     return _table(("metric", "before", "after"), rows) if rows else "Not measured."
 

@@ -1,5 +1,6 @@
 """Every logged name of a rollout, defined once; the README's table says the same in words."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from trl.trainer.utils import nanstd
 
 from turngrpo.rewards import answer_reward
+from turngrpo.trainer.evaluation.intervals import BALANCED, RESAMPLES, SIDES, intervals, observe
 from turngrpo.trainer.objective.iteration import ScoredRollout
 from turngrpo.trainer.reading.rollout import Trajectory, TrajectoryOutline
 
@@ -27,12 +29,13 @@ COST_NAMES = (
 )
 # One observation of these is 0 or 1, so that their mean is a share.
 SHARES = (
-    *(f"update_accuracy/{side}" for side in ("evidence", "evidence_free")),
+    *SIDES,
     *(f"exit/{kind}" for kind in ("exact", "early", "late")),
     "format/parsed",
     "answer/accuracy",
     "answer/contains",
 )
+WITH_INTERVALS = ("reward", "turns/mean", BALANCED, *SHARES)  # in evaluations during training
 
 
 def exit_kind(trajectory: Trajectory) -> str | None:
@@ -70,11 +73,16 @@ def trajectory_measures(trajectory: Trajectory) -> dict[str, list[float]]:
     return measures
 
 
+def measures_of(trajectory: Trajectory | TrajectoryOutline) -> dict[str, list[float]]:
+    """Return the observations of any process's trajectory."""
+    return trajectory_measures(trajectory) if isinstance(trajectory, Trajectory) else trajectory.measures
+
+
 def balanced(metrics: dict[str, Any]) -> dict[str, Any]:
     """Add `update_accuracy/balanced`, the mean of the two update accuracies, where both exist."""
-    sides = [metrics.get(f"update_accuracy/{side}") for side in ("evidence", "evidence_free")]
+    sides = [metrics.get(side) for side in SIDES]
     if all(side is not None for side in sides):
-        metrics["update_accuracy/balanced"] = sum(sides) / 2  # type: ignore[arg-type]
+        metrics[BALANCED] = sum(sides) / 2  # type: ignore[arg-type]
     return metrics
 
 
@@ -82,8 +90,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory | TrajectoryOutline]) -> d
     """Return the metrics of a set of trajectories by name; a name without any observation is left out."""
     pooled: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        measures = trajectory_measures(trajectory) if isinstance(trajectory, Trajectory) else trajectory.measures
-        for name, values in measures.items():
+        for name, values in measures_of(trajectory).items():
             pooled.setdefault(name, []).extend(values)
     return balanced({name: sum(values) / len(values) for name, values in pooled.items() if values})
 
@@ -113,6 +120,24 @@ def scored_metrics(
         metrics[f"completions/max{kind}_length"] = float(max(values))
     metrics["completions/clipped_ratio"] = sum(turn.finish_reason == "length" for turn in turns) / len(turns)
     return metrics
+
+
+def evaluation_intervals(rollouts: Sequence[ScoredRollout], seed: int) -> dict[str, float]:
+    """Return the bounds of the 95% intervals over rows as `interval/NAME/low` and `interval/NAME/high`."""
+    trajectories = [trajectory for rollout in rollouts for trajectory in rollout.trajectories]
+    rewards = [reward for rollout in rollouts for reward in rollout.rewards.tolist()]
+    measures = [
+        measures_of(trajectory) | {"reward": [] if math.isnan(reward) else [reward]}
+        for trajectory, reward in zip(trajectories, rewards, strict=True)
+    ]
+    observations = observe(measures, [trajectory.group for trajectory in trajectories])
+    found = intervals(observations, SHARES, RESAMPLES, seed)
+    return {
+        f"interval/{name}/{side}": bound
+        for name in WITH_INTERVALS
+        if name in found
+        for side, bound in zip(("low", "high"), found[name], strict=True)
+    }
 
 
 class Meter:

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.rule import Rule
 from transformers import TrainerCallback
 
-from turngrpo.trainer.measuring.metrics import COST_NAMES, Meter, scored_metrics
+from turngrpo.trainer.measuring.metrics import COST_NAMES, Meter, evaluation_intervals, scored_metrics
 from turngrpo.trainer.objective.iteration import MicroBatch, ScoredRollout
 from turngrpo.trainer.processes import is_main_process
 from turngrpo.trainer.showing import visible
@@ -140,10 +140,13 @@ class UpdateLog:
 
 
 class EvaluationLog:
-    """The rollouts of one evaluation with the loss and KL of their own turns; `limit` rows are not repetitions."""
+    """The rollouts of one evaluation with the loss and KL of their own turns; `limit` rows are not repetitions.
 
-    def __init__(self, limit: int | None = None):
-        self.limit = limit
+    `seed` is that of the bootstrap of its intervals.
+    """
+
+    def __init__(self, limit: int | None = None, seed: int = 0):
+        self.limit, self.seed = limit, seed
         self.rollouts: list[ScoredRollout] = []
         self._losses: list[float] = []
         self._kl: list[float] = []
@@ -163,6 +166,7 @@ class EvaluationLog:
     def metrics(self, log: UpdateLog, loss_type: str) -> dict[str, float]:
         """Return the metrics over every trajectory; `loss` weighs batches as the objective does."""
         metrics = scored_metrics(self.rollouts, log.reward_names, log.turn_reward_names)
+        metrics |= evaluation_intervals(self.rollouts, self.seed)
         tokens = [sum(turn.completion_tokens for turn in rollout.turns) for rollout in self.rollouts]
         groups = [len(rollout.constant_groups()) for rollout in self.rollouts]
         shares = tokens if loss_type == "dapo" else groups

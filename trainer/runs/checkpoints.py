@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
-from turngrpo.trainer.files import sync
+from turngrpo.trainer.files import read_json, sync
 from turngrpo.trainer.forward.policy import tensors_digest
 from turngrpo.trainer.forward.whole_weights import whole_weights
 from turngrpo.trainer.runs.fingerprint import check_fingerprint, config_values, dataset_digest
@@ -71,12 +72,45 @@ class ExactCheckpoints:
             return None, None
         state = self._examined(str(resume))
         self._waiting = str(resume)
+        self._restore_callbacks(Path(self._waiting))
         return self._waiting, state
 
     def check(self, checkpoint: str) -> None:
         """Raise ResumeError where this run could not go on from a checkpoint: sooner than `begin`, which asks too."""
         self._take_fingerprint()
         self._examined(checkpoint)
+
+    def prove_best(self) -> None:
+        """Raise ResumeError, on every process, where the best checkpoint is not as it was saved."""
+        best = self.trainer.state.best_model_checkpoint
+        fault = proof_fault(best) if self.trainer.accelerator.is_local_main_process else None
+        self._agree(fault and f"the best checkpoint cannot be loaded: {fault}")
+
+    def _callbacks(self) -> dict[str, list[Any]]:
+        """Return the callbacks that keep a state, such as the patience of EarlyStoppingCallback, by their class."""
+        found: dict[str, list[Any]] = {}
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                found.setdefault(type(callback).__name__, []).append(callback)
+        return found
+
+    def _restore_callbacks(self, checkpoint: Path) -> None:
+        """Give every callback what it had counted; transformers would begin anew, or keep the old arguments too."""
+        saved = read_json(checkpoint / TRAINER_STATE_NAME).get("stateful_callbacks") or {}
+        for name, callbacks in self._callbacks().items():
+            states = saved.get(name, [])
+            states = states if isinstance(states, list) else [states]
+            for callback, state in zip(callbacks, states[-len(callbacks) :], strict=False):  # each save adds to a list
+                for attribute, value in state["attributes"].items():
+                    setattr(callback, attribute, value)
+
+    def _find_best(self, checkpoint: Path) -> None:
+        """Name the best checkpoint as rotation does, or beside the one gone on from where the run's folder moved."""
+        state = self.trainer.state
+        for folder in (checkpoint.parent, Path(self.trainer.args.output_dir)):
+            best = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best.is_dir():
+                state.best_model_checkpoint = str(best)
 
     def _take_fingerprint(self) -> None:
         trainer = self.trainer
@@ -125,6 +159,8 @@ class ExactCheckpoints:
         after it. Every process must enter.
         """
         trainer, args, state = self.trainer, self.trainer.args, self.trainer.state
+        for kind, callbacks in self._callbacks().items():  # which a resumed run has, and its checkpoint had not
+            state.stateful_callbacks.setdefault(kind, [callback.state() for callback in callbacks])
         folder, name = Path(trainer._get_output_dir(trial)), f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         apart, final = folder / f"partial-{name}", folder / name  # none is looked for in the first
         if args.should_save:
@@ -167,6 +203,7 @@ class ExactCheckpoints:
             trainer._metrics[mode].update(values)
         loss, trainer._total_loss_scalar, trainer._globalstep_last_logged = state["running_loss"]
         trainer._tr_loss = loss.to(trainer.args.device)
+        self._find_best(Path(checkpoint))
         self.restore(state)
         self._waiting, self.changes = None, list(state.get("changes", ()))
         if self._allowed:
@@ -175,8 +212,13 @@ class ExactCheckpoints:
             Trainer.log(trainer, said)
 
     def is_finished(self) -> bool:
-        """Whether no update is left, where transformers would add one after a resume from a run's last checkpoint."""
-        return self.trainer.state.global_step >= self.trainer.state.max_steps
+        """Whether no update is left, where transformers would go on after a resume from a run's last checkpoint."""
+        out_of_patience = self._waiting is not None and any(
+            isinstance(callback, EarlyStoppingCallback)
+            and callback.early_stopping_patience_counter >= callback.early_stopping_patience
+            for callback in self.trainer.callback_handler.callbacks
+        )
+        return out_of_patience or self.trainer.state.global_step >= self.trainer.state.max_steps
 
     @contextmanager
     def finishing(self) -> Iterator[None]:

@@ -81,7 +81,10 @@ class Interruption(TrainerCallback):
             self.on_step_end(args, state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Let the checkpoint stay the newest state: the end of a training would load the best, or keep that alone."""
         self.saved = self.came
+        if self.came:
+            args.load_best_model_at_end, args.save_total_limit = False, None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let nothing be logged, evaluated or saved as at the end of an epoch where that has not come."""
