@@ -9,6 +9,7 @@ from arguments.commands import TrainArguments
 from jobs import quickstart, stopping
 from lib import running
 from safetensors.torch import load_file
+from test_report import Page, embedded, written
 from test_scripts import LIMITS, PLAIN, READING, SCRIPTS, tiny_tokenizer
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
@@ -124,8 +125,8 @@ def test_a_finished_run_that_is_resumed_trains_no_more(run, straight):
     assert [path.name for path in sorted((straight / "adapters" / "reader").glob("v*"))] == ["v0001"]
 
 
-def test_a_number_is_the_same_wherever_it_stands(straight):
-    """From the ledger's rows to metrics.jsonl, and from its evaluations to summary.json and the model card."""
+def test_a_number_is_the_same_wherever_it_stands(straight, tmp_path):
+    """From the ledger's rows to metrics.jsonl, from its evaluations to summary.json and the card, and to the page."""
     summary, logs = summary_of(straight), metrics_of(straight)
     turns = ledger.read(straight).to_pandas()
     trained = {log["update"]: log for log in logs if "reward" in log}
@@ -152,6 +153,19 @@ def test_a_number_is_the_same_wherever_it_stands(straight):
     card = (straight / "adapters" / "reader" / "v0001" / "README.md").read_text()
     before, after = (f"{summary[when]['reward']:.4g}" for when in ("before", "after"))
     assert f"| reward | {before} | {after} |" in card and "interval/" not in card
+
+    shown = written(straight, tmp_path / "page.html")
+    rewards = [{one["reward"] for one in embedded(shown)["trajectories"] if one["iteration"] == i} for i in range(6)]
+    recorded = [set(rows.reward) for _, rows in turns.groupby("iteration")]
+    assert rewards == recorded and len(rewards[0]) > 1
+    page, spans = Page(shown), []
+    for kind, found in (("training", trained), ("validation", evaluated)):
+        ends = [
+            found[update]["reward" if kind == "training" else "eval_reward"] for update in (min(found), max(found))
+        ]
+        spans.append(f"{kind} {ends[0]:.4g} → {ends[1]:.4g}")
+    assert f"reward{', '.join(spans)}" in " ".join(page.text.split()).replace("reward ", "reward")
+    assert page.table("Policies")["after"][0].startswith(f"{summary['after']['reward']:.3f}")
 
 
 def test_a_damaged_best_checkpoint_is_not_loaded(run, straight):
