@@ -242,7 +242,10 @@ def make_kinds(start: Path, hub: Any) -> dict[str, Kind]:
         "two processes": Kind(two, trained),
         "warm start": Kind(warm, imitated),
         "laboratory": Kind(lab.split(), laboratory, go_on=(), checkpoint=None),
-        "push": Kind([*one, "--push_to_hub", "--hub_model_id", "owner/{run}"], lambda folder: pushed(hub, folder)),
+        "push": Kind(
+            [*one, "--push_to_hub", "--hub_strategy", "end", "--hub_model_id", "owner/{run}"],
+            lambda folder: pushed(hub, folder),
+        ),
     }
 
 
