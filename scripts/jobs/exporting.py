@@ -25,12 +25,13 @@ def read_metrics(path: Path) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def summary_of(checkpoint: Path, run: Path) -> Path | None:
-    """Return the run's summary.json where it is about this checkpoint: the one of the last update."""
+    """Return the run's summary.json where it is about this checkpoint: the one whose weights the run exported."""
     state, summary = checkpoint / "trainer_state.json", run / "summary.json"
     if not (state.is_file() and summary.is_file()):
         return None
     steps = json.loads(state.read_text(encoding="utf-8"))
-    return summary if steps["global_step"] == steps["max_steps"] else None
+    exported = json.loads(summary.read_text(encoding="utf-8")).get("exported", {"update": steps["max_steps"]})
+    return summary if steps["global_step"] == exported["update"] else None
 
 
 def export(options: ExportArguments) -> Path:

@@ -39,7 +39,8 @@ RUN = {
     "prepare_corpus.py memagent": "",
     "sft.py --corpus": f"{SMALL} 1",
     "lora.yaml": f"{SMALL} 2 --num_generations 4 --per_device_train_batch_size 4 --gradient_accumulation_steps 1 "
-    "--max_completion_length 8 --save_steps 1 --validation_rows 1 --weight_decay 0.5 --learning_rate 0.01",
+    "--max_completion_length 8 --save_steps 1 --eval_steps 1 --validation_rows 1 --weight_decay 0.5 "
+    "--learning_rate 0.01",
     "evaluate.py --model warm": "--rows 2",
     "export_adapter.py --checkpoint out --name": "",
     "export_adapter.py --checkpoint out/adapters": "",
@@ -185,7 +186,9 @@ def test_from_a_corpus_to_an_answer(folder, monkeypatch, capsys):
     assert {"summary.json", "metrics.jsonl", "curves.png", "checkpoint-1", "checkpoint-2", "rollouts"} <= left
     first, version = trained(Path("out")), read_version("out/adapters/out/v0001")
     base = json.loads(Path("out/adapters/out/v0001/adapter_config.json").read_text())["base_model_name_or_path"]
-    assert version["update"] == 2 and Path(base) == Path("warm").resolve()
+    exported = json.loads(Path("out/summary.json").read_text())["exported"]
+    assert exported == {"version": "v0001", "update": version["update"], "is_best": True}
+    assert Path(base) == Path("warm").resolve()
     saved = [load_file(f"out/checkpoint-{update}/adapter_model.safetensors") for update in (1, 2)]
     assert any(not torch.equal(tensor, saved[1][name]) for name, tensor in saved[0].items())
 

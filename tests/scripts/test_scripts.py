@@ -80,7 +80,11 @@ def trained(tiny, tmp_path_factory):
 def test_train_leaves_summary_metrics_curves_and_adapter(trained):
     output, shown = trained
     summary = json.loads((output / "summary.json").read_text())
-    assert set(summary) == {"before", "after", "policies", "adapter", "processes", "distributed_type", "seconds"}
+    told = {"updates", "stopped_early", "convergence", "best", "exported"}
+    run = {"before", "after", "policies", "adapter", "processes", "distributed_type", "seconds"}
+    assert set(summary) == run | told
+    assert summary["best"] is None and summary["convergence"]["verdict"] == "too few evaluations"  # none was asked for
+    assert summary["exported"] == {"version": "v0001", "update": 2, "is_best": False}
     assert set(SPEC_METRICS) | {"kl"} <= set(summary["after"])
     assert summary["before"]["kl"] == 0.0  # a fresh adapter is the base model
     assert list(summary["policies"]) == ["before", "after", *TRIVIAL_GATES]
@@ -152,6 +156,7 @@ def test_a_validation_has_a_line_and_a_curve_of_its_own(tmp_path, capsys):
     state = SimpleNamespace(is_world_process_zero=True, global_step=3, max_steps=9)
     log.on_log(None, state, None, logs={"eval_reward": 0.5, "eval_kl": 0.25, "eval_runtime": 1.0})
     assert re.fullmatch(r"\S+ update 3/9  validation  reward 0.50  kl 0.2500\n", capsys.readouterr().out)
+    log.history[0] |= {"eval_interval/reward/low": 0.4, "eval_interval/reward/high": 0.6}
     reporting.write_curves(log.history, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
     reporting.write_curves([{"update": 1, "loss": 0.5}], tmp_path / "none.png")

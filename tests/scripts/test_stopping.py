@@ -5,8 +5,8 @@ import json
 
 import pytest
 import train
-from arguments.commands import TrainArguments
-from jobs import quickstart, stopping
+from arguments.commands import ExportArguments, TrainArguments
+from jobs import exporting, quickstart, stopping
 from lib import running
 from safetensors.torch import load_file
 from test_report import Page, embedded, written
@@ -166,6 +166,18 @@ def test_a_number_is_the_same_wherever_it_stands(straight, tmp_path):
         spans.append(f"{kind} {ends[0]:.4g} → {ends[1]:.4g}")
     assert f"reward{', '.join(spans)}" in " ".join(page.text.split()).replace("reward ", "reward")
     assert page.table("Policies")["after"][0].startswith(f"{summary['after']['reward']:.3f}")
+
+
+def test_a_checkpoint_is_exported_with_its_own_numbers(straight):
+    """summary.json is about update 2, whose weights were exported; the last checkpoint has its own evaluation."""
+    for update in (2, 6):
+        (log,) = [log for log in metrics_of(straight) if log["update"] == update and "eval_reward" in log]
+        version = exporting.export(
+            ExportArguments(str(straight / f"checkpoint-{update}"), f"of-{update}", str(straight / "other"))
+        )
+        metrics = read_version(version)["metrics"]
+        assert metrics["after"]["reward"] == pytest.approx(log["eval_reward"], abs=1e-6)
+        assert (metrics["before"] is None) == (update == 6)
 
 
 def test_a_damaged_best_checkpoint_is_not_loaded(run, straight):
