@@ -42,14 +42,15 @@ TABLE_PROJECTS = 20
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the four commands; defaults are those of the functions they call."""
     shown = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--output", required=True, help="the corpus file to write (JSON Lines)")
     common.add_argument("--overwrite", action="store_true", help="replace the output file when it exists")
     common.add_argument("--tokenizer", help="name or folder of a tokenizer: tokens are counted too")
 
-    code = commands.add_parser("code", parents=[common], formatter_class=shown, help="questions about Python code")
+    shared: dict[str, Any] = {"parents": [common], "formatter_class": shown, "allow_abbrev": False}
+    code = commands.add_parser("code", **shared, help="questions about Python code")
     code.add_argument("--source", nargs="+", required=True, help="packages, or folders of packages")
     code.add_argument("--rows_per_project", type=int, default=20, help="at most this many rows of each package")
     code.add_argument("--min_chars", type=int, default=8_000, help="shortest document, in characters")
@@ -57,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     code.add_argument("--license", default="the licenses of the source packages", help="stated in the manifest")
     code.add_argument("--seed", type=int, default=0)
 
-    needle = commands.add_parser("needle", parents=[common], formatter_class=shown, help="sentences to find in filler")
+    needle = commands.add_parser("needle", **shared, help="sentences to find in filler")
     needle.add_argument("--kind", choices=KINDS, default="multi_key", help="what is hidden and asked for")
     needle.add_argument("--projects", type=int, default=8, help="how many themes")
     needle.add_argument("--rows_per_project", type=int, default=64)
@@ -70,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     needle.add_argument("--shared_keys", action="store_true", help="the same words in every project")
     needle.add_argument("--seed", type=int, default=0)
 
-    world = commands.add_parser("world", parents=[common], formatter_class=shown, help="a small world told in prose")
+    world = commands.add_parser("world", **shared, help="a small world told in prose")
     world.add_argument("--source", nargs="+", required=True, help="folders of documentation, a subfolder per project")
     world.add_argument("--rows_per_project", type=int, default=18)
     world.add_argument("--chunks", type=int, default=9, help="chunks of a row")
@@ -81,7 +82,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     world.add_argument("--license", default="the licenses of the source texts", help="stated in the manifest")
     world.add_argument("--seed", type=int, default=0)
 
-    memagent = commands.add_parser("memagent", parents=[common], formatter_class=shown, help="MemAgent's parquet")
+    memagent = commands.add_parser("memagent", **shared, help="MemAgent's parquet")
     memagent.add_argument("--input", required=True, help="the parquet file")
     memagent.add_argument("--supporting_facts", required=True, help="HotpotQA, JSON or JSON Lines")
     memagent.add_argument("--unjoined", choices=("skip", "error"), default="skip", help="rows without labels")

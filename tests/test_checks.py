@@ -448,7 +448,8 @@ def text_rows(*lengths, named=True):
 
 
 def check(rows, prompt_length=10, completion=20, positions=512, workflow=None, name="train"):
-    config = SimpleNamespace(max_prompt_length=prompt_length, max_completion_length=completion)
+    sizes = {"max_prompt_length": prompt_length, "max_completion_length": completion, "max_memory_tokens": 16}
+    config = SimpleNamespace(**sizes)
     workflow = workflow or bound(SingleTurn(), word_tokenizer())
     check_rows(workflow, rows, name, config, tiny_model(40, max_position_embeddings=positions))
 
@@ -491,6 +492,8 @@ def test_positions_of_the_model_leave_room_for_the_completion():
     check(text_rows(12), prompt_length=100, completion=20, positions=32)  # 12 + 20 = 32
     with pytest.raises(ValueError, match=r"in 12 prompt tokens .*32 positions, of which max_completion_length=20 are"):
         check(text_rows(13), prompt_length=100, completion=20, positions=32)
+    with pytest.raises(ValueError, match="32 positions, and max_completion_length=32 leaves none for a prompt"):
+        check(text_rows(1), prompt_length=100, completion=32, positions=32)
     learned = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=32))
     config = SimpleNamespace(max_prompt_length=100, max_completion_length=20)
     with pytest.raises(ValueError, match="cannot fit in 12 prompt tokens"):

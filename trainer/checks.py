@@ -383,6 +383,11 @@ def check_rows(workflow: Any, dataset: Any, name: str, config: TurnGRPOConfig, m
     positions = getattr(shape, "max_position_embeddings", None)
     completion = config.max_completion_length or 0
     limit = config.max_prompt_length if positions is None else min(config.max_prompt_length, positions - completion)
+    if positions is not None and positions <= completion:
+        raise ValueError(
+            f"the model has {positions} positions, and max_completion_length={completion} leaves none for a prompt: "
+            f"lower it, and max_memory_tokens={config.max_memory_tokens} where that is as large"
+        )
     parts = getattr(workflow, "prompt_parts", None)
     faults: list[str] = []
     for index, row in enumerate(tqdm(dataset, desc=f"checking {name} rows", leave=False, delay=2)):

@@ -52,11 +52,18 @@ def row_examples(
     `workflow` is a bound GatedMemory or MemAgent; memory follows the gold gates whatever noise does to the targets.
     Where noise, or chance with probability `read_on`, keeps the reader after the last evidence, the chunks after it
     are read too (gold: write nothing, end).
-    `think(row, chunk)` gives the text of the think block. Raises ValueError where a target would not parse.
+    `think(row, chunk)` gives the text of the think block. Raises ValueError where a target would not parse, and for a
+    workflow that carries no memory from chunk to chunk.
     """
     generator, chat = generator or random.Random(0), workflow.chat
     gold, gated = gold_turns(row), hasattr(workflow, "exit_gate") and workflow.exit_gate
     state, examples = workflow.start(row), []
+    if not hasattr(state, "memory"):
+        raise ValueError(
+            f"{type(workflow).__name__} carries no memory: its state has no such attribute, so that there are no gold "
+            "turns to imitate; expected a workflow that reads as GatedMemory does, or give prompts with completions "
+            "(sft.py --targets)"
+        )
     for step, chunk in enumerate(row["chunks"], start=1):
         decision = GateDecision(check=False, candidate="", exit=True)
         if step <= len(gold):

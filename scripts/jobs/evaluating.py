@@ -226,6 +226,11 @@ def evaluate(options: EvaluateArguments) -> int:
         data = concatenate_datasets(list(corpus.values())) if options.split == "all" else corpus[options.split]
         rows = list(sample_rows(data, options.rows, seed))
         projects = len({row["project"] for row in rows})
+        if options.cluster == "project" and projects < 2:
+            raise ValueError(
+                f"--cluster project: all {len(rows)} rows are of one project, and nothing can be said of others: "
+                "expected two or more, better ten; leave --cluster out, or read more projects (--split all)"
+            )
         if options.cluster == "project" and projects < FEW:
             warnings.warn(
                 f"--cluster project: {projects} projects are few to resample, so that intervals come out too narrow; "

@@ -3,13 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from arguments.commands import ModelOptions, SftArguments
 from lib.adapters import new_adapter_config
 from lib.loading import check_adapter, empty_model, load_model, lora_of, read_corpus
 from lib.lookup import make_workflow
-from lib.options import template_options
-from lib.output import make_output
+from lib.options import READING_FILE, reading_of, template_options
+from lib.output import make_output, write_json
 from lib.running import setting_up
 from lib.tokenizing import load_tokenizer
 from trl import SFTConfig
@@ -35,6 +36,7 @@ def check_options(options: SftArguments) -> None:
 
 def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOptions) -> int:
     """Do what main says, in an output directory that is held."""
+    reading: dict[str, Any] = {}
     output, asked = Path(config.output_dir or ""), (config.save_strategy, config.save_steps) != SAVING
     with setting_up():
         template = template_options(options.template_kwargs)
@@ -47,6 +49,7 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
             )
             workflow = make_workflow(options.workflow, layout=options.layout, instruction=options.instruction)
             workflow.bind(tokenizer, WorkflowOptions(options.max_memory_tokens, template))
+            reading = reading_of(workflow, options.workflow, template)
             examples, names = corpus_examples(
                 corpus["train"],
                 workflow,
@@ -77,6 +80,8 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
         if config.process_index == 0:
             losses = [log for log in trainer.state.log_history if "loss" in log]
             (output / "sft.json").write_text(json.dumps(losses, indent=1), encoding="utf-8")
+            if reading:
+                write_json(output / READING_FILE, reading)
             (output / "README.md").unlink(missing_ok=True)  # PEFT's template of a card, not filled in
     if config.process_index == 0 and not asked and not config.resume_from_checkpoint:
         for checkpoint in output.glob("checkpoint-*"):

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from lib.loading import (
     sample_rows,
 )
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
-from lib.options import OF_A_WORKFLOW
+from lib.options import OF_A_WORKFLOW, reading_of, told_of_warm_start
 from lib.output import finite, write_json
 from lib.reporting import RunLog, policies_table, write_curves
 from lib.running import setting_up
@@ -60,6 +60,7 @@ from turngrpo.trainer.sampling.vllm_engine import check_servers
 from turngrpo.trainer.writing import going_on, writing
 
 LOOKED_AT = 200  # rows whose chunks are measured: enough to know how a corpus was cut
+PARSED, CUT = 0.1, 0.1  # shares below which a training learns nothing, and from which the limit may be why
 PROBE_ROWS = 4  # of which a probe reads one or two, from everywhere in the corpus
 
 
@@ -134,6 +135,9 @@ def prepare(
         quickstart(options, config, model_options, console, folder)
         seconds["warm start"] = time.perf_counter() - started
     tokenizer = load_tokenizer(model_options.model_name_or_path, model_options.model_revision)
+    reading = reading_of(workflow, options.workflow, config.chat_template_kwargs)
+    for line in told_of_warm_start(model_options.model_name_or_path, reading):
+        console.print(f"warning: {line}: it may not parse what it is asked", highlight=False, markup=False)
     train, validation = read_rows(options, config, tokenizer)
     hand_over(workflow, tokenizer, config, train[0])
     run = Run(
@@ -218,16 +222,35 @@ def dry_run(run: Run, folder: Path) -> None:
     run.console.print(table)
     run.console.print(memory(run, longest))
     if run.options.probe:
-        group, seconds = probe(run, folder)
+        group, seconds, log = probe(run, folder)
         table = Table("probe", "seconds per update")
         table.add_row(f"measured, of {group} trajectories", f"{seconds:.2f}")
         table.add_row(f"of {per_update}, at most (more at once take less each)", f"{seconds * per_update / group:.2f}")
         run.console.print(table)
+        told = {"reward": "reward", "format/parsed": "parsed", "completions/clipped_ratio": "turns cut"}
+        said = [f"{text} {log[name]:.2f}" for name, text in told.items() if log.get(name) is not None]
+        run.console.print(f"its first rollout: {', '.join(said)}", highlight=False)
+        tell_unparsed(run, log, "the probe")
     run.console.print("dry run: nothing was trained or written")
 
 
-def probe(run: Run, folder: Path) -> tuple[int, float]:
-    """Train on a group in each process; returns its trajectories and the seconds of the last updates on a rollout.
+def tell_unparsed(run: Run, metrics: Mapping[str, Any], when: str) -> None:
+    """Say that next to nothing parses, where that is so, and why it may be: such a training learns nothing."""
+    parsed, cut = metrics.get("format/parsed"), metrics.get("completions/clipped_ratio") or 0.0
+    if parsed is None or parsed >= PARSED:
+        return
+    limit = run.config.max_completion_length
+    why = "warm-start the model first (scripts/sft.py), or give the --instruction and --layout of its warm start"
+    if cut > CUT:
+        why = f"{cut:.0%} of the turns are cut at --max_completion_length {limit}, which may be too short; else {why}"
+    run.console.print(
+        f"warning: {when}: {parsed:.0%} of the readings parse, so that rewards tell little apart: {why}",
+        highlight=False,
+    )
+
+
+def probe(run: Run, folder: Path) -> tuple[int, float, dict[str, Any]]:
+    """Train on a group in each process: its trajectories, the seconds of the last updates on a rollout, the first log.
 
     The first ones warm up. Weights change in this process alone, and what is written goes to `folder`.
     """
@@ -247,7 +270,7 @@ def probe(run: Run, folder: Path) -> tuple[int, float]:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     seconds = [log["step_time"] for log in trainer.state.log_history if "step_time" in log]
-    return group, sum(seconds[iterations:]) / iterations
+    return group, sum(seconds[iterations:]) / iterations, trainer.state.log_history[0]
 
 
 def evaluate(run: Run, trainer: Any, label: str, workflow: Any = None) -> Evaluation:
@@ -315,6 +338,7 @@ def train(run: Run) -> tuple[dict[str, Any], TurnGRPOTrainer]:
     policies: dict[str, Evaluation] = {}
     if run.validation is not None:
         policies["before"] = run.timed("evaluation before", lambda: evaluate(run, trainer, "before"))
+        tell_unparsed(run, policies["before"].metrics, "before training")
     checkpoint = run.config.resume_from_checkpoint
     if checkpoint:
         run.console.print(f"going on from {checkpoint}", highlight=False)

@@ -30,7 +30,7 @@ class Parser(TrlParser):
     """
 
     def __init__(self, kinds: Sequence[Any], doc: str, hidden: Collection[str]):
-        super().__init__(list(kinds), usage="%(prog)s [--OPTION VALUE ...]", add_help=False)
+        super().__init__(list(kinds), usage="%(prog)s [--OPTION VALUE ...]", add_help=False, allow_abbrev=False)
         required = {name for kind in kinds if hasattr(kind, "needs") for name in kind().needs()}
         told = {"doc": doc, "own": own_options(kinds), "required": required, "hidden": hidden}
         for names, in_full in ((("-h", "--help"), False), (("--help_all",), True)):
@@ -123,7 +123,25 @@ class ReadingOptions:
     eval_seed: int | None = option(None, "Seed of the sampling noise, and of a bootstrap; 0.")
 
 
+READING_FILE = "reading.json"  # of a warm start
 OF_A_WORKFLOW = ("layout", "instruction", "strict_format", "exit_gate")  # which mean nothing to another one
+
+
+def reading_of(workflow: Any, name: str, template: Any) -> dict[str, Any]:
+    """Return how a workflow reads, as a warm start leaves it in reading.json and a training compares it."""
+    own = {option: getattr(workflow, option, None) for option in ("layout", "instruction")}
+    return {"workflow": name, **own, "chat_template_kwargs": template or None}
+
+
+def told_of_warm_start(model: str | None, reading: Mapping[str, Any]) -> list[str]:
+    """Return a line for everything in which a model was warm-started to read otherwise; none where nothing says."""
+    path = Path(model or "", READING_FILE)
+    before = read_json(path) if model and path.is_file() else {}
+    return [
+        f"{name} is {reading[name]!r} here, and was {value!r} in the warm start of {model}"
+        for name, value in before.items()
+        if name in reading and reading[name] != value
+    ]
 
 
 def reading_defaults(**more: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from lib.options import ReadingOptions, reading_defaults, resolve
 from lib.running import SetupError
 
 from turngrpo.data_prep import build_needle_corpus, write_corpus
+from turngrpo.trainer.warm_start import row_examples
 
 MODULE = """
 from turngrpo.trainer import GatedMemory
@@ -103,3 +104,18 @@ def test_train_and_evaluate_with_it_and_its_name_is_kept(start, module, tmp_path
     where = ["--model", str(start / "model"), "--adapter", str(version), *corpus, "--output", str(tmp_path / "e.json")]
     with pytest.raises(SetupError, match=f"--workflow is '{module}.Brief', which cannot be imported.*PYTHONPATH"):
         evaluate.main([*where, "--allow_overlap"])
+
+
+def test_a_workflow_without_memory_has_no_gold_turns():
+    class State:
+        question = "?"
+
+    class Asking:
+        chat = None
+
+        def start(self, row):
+            return State()
+
+    row = {"id": "r", "question": "?", "answers": ["a"], "chunks": [{"text": "a", "evidence": True}]}
+    with pytest.raises(ValueError, match=r"Asking carries no memory: .*\(sft.py --targets\)"):
+        row_examples(row, Asking())

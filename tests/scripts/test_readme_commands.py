@@ -42,6 +42,7 @@ RUN = {
     "--max_completion_length 8 --save_steps 1 --eval_steps 1 --validation_rows 1 --weight_decay 0.5 "
     "--learning_rate 0.01",
     "evaluate.py --model warm": "--rows 2",
+    "report.py --run out": "",
     "export_adapter.py --checkpoint out --name": "",
     "export_adapter.py --checkpoint out/adapters": "",
     "vllm serve": "",  # the tests' own server, with the model and the adapter that the command names
@@ -204,6 +205,9 @@ def test_from_a_corpus_to_an_answer(folder, monkeypatch, capsys):
     report = json.loads(Path("evaluation.json").read_text())
     assert list(report["policies"]) == ["base", "adapter"] and report["adapter_minus_base"]
     Path("evaluation.json").unlink()
+
+    run("report.py --run out")
+    assert "<h1" in Path("out/report.html").read_text(encoding="utf-8")
 
     run("export_adapter.py --checkpoint out --name")
     assert read_version("out/adapters/contracts/latest")["update"] == 2

@@ -17,6 +17,7 @@ import sft
 import train
 from jobs import quickstart, training
 from lib import lookup, reporting, running, tokenizing
+from lib.options import told_of_warm_start
 from page import embedding, sources, turns
 from peft import LoraConfig, get_peft_model
 
@@ -248,6 +249,8 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
         (["--output", "."], "a folder: expected a file"),
         (["--dtype", "float31"], "'float31': expected one of auto, float32"),
         (["--splt", "train"], "--splt is no option: did you mean --split?"),
+        (["--spli", "train"], "--spli is no option: did you mean --split?"),  # no abbreviation
+        (["--cluster", "project"], "all 6 rows are of one project, and nothing can be said of others"),
         (["--adapter", "wider"], "wider was trained on 'owner/wide' and does not fit --model .*size mismatch"),
         (["--reward_funcs", "hanging.score", "--reward_timeout", "0.2"], "'score' took longer than reward_timeout"),
     ],
@@ -271,6 +274,11 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
     shown = capsys.readouterr().out
     for text in ("weights", "KV cache", "activations", "AdamW", "6 train, 6 validation", "nothing was trained"):
         assert text in shown
+    cut = float(re.search(r"its first rollout: reward 0.00, parsed 0.00, turns cut ([\d.]+)", shown)[1])
+    assert cut > 0.1  # the random model hardly ever ends within 8 tokens, and that is said
+    flowing = " ".join(shown.split())  # lines are broken where the console ends
+    assert "warning: the probe: 0% of the readings parse" in flowing
+    assert "of the turns are cut at --max_completion_length 8, which may be too short" in flowing
     assert "CPU memory of a process, estimated" in shown and "GPU" not in shown
     # 8 trajectories at once, of a prompt and 8 tokens: all that there is to cache.
     longest = int(re.search(r"up to (\d+) tokens", shown)[1])
@@ -308,6 +316,7 @@ def test_a_dry_run_refuses_an_output_that_is_taken(tiny, tmp_path):
         (["--use_peft", "--adapter_name", "a/b"], "the adapter's name is 'a/b'"),
         (["--push_to_hub"], "hub_strategy='end'"),
         (["--leraning_rate", "1"], "--leraning_rate is no option: did you mean --learning_rate?"),
+        (["--learning_rat", "1"], "--learning_rat is no option: did you mean --learning_rate?"),
         (["--config", "absent.yaml"], "absent.yaml"),
         (["--config"], "expected a YAML file"),
         (["--threads", "1", "stray"], "stray is no option"),
@@ -423,6 +432,11 @@ def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
     assert (folder / "model.safetensors").exists()
     left = {path.name for path in folder.iterdir()}
     assert not any(name.startswith(("checkpoint", "README")) for name in left)  # nobody asked for them
+    reading = json.loads((folder / "reading.json").read_text())
+    assert (reading["workflow"], reading["layout"]) == ("gated", "chunk_first") and reading["instruction"]
+    assert told_of_warm_start(str(folder), reading) == told_of_warm_start(str(tiny / "model"), {}) == []
+    (line,) = told_of_warm_start(str(folder), reading | {"instruction": "Read."})
+    assert line.startswith("instruction is 'Read.' here, and was ") and line.endswith(f"in the warm start of {folder}")
 
 
 def test_sft_refuses_to_cut_an_example(tiny, tmp_path):

@@ -72,7 +72,7 @@ def checkpoint(trainer, folder, patch, fail):
 
 
 def ledger(trainer, folder, patch, fail):
-    patch.setattr(pyarrow.parquet, "write_table", fail)
+    patch.setattr(pyarrow.parquet.ParquetWriter, "write_table", fail)
     trainer._write_down(replace(trainer._buffered_inputs[0].rollout, iteration=2))
 
 

@@ -105,9 +105,13 @@ def write_rows(rows: Sequence[Mapping[str, Any]], path: Path, columns: Sequence[
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     table = as_table(rows, columns)
-    with pq.ParquetWriter(partial, table.schema, **ENCODING) as writer:
-        writer.write_table(table)
-        writer.add_key_value_metadata(table.schema.metadata)  # not kept without Arrow's schema
+    try:
+        with pq.ParquetWriter(partial, table.schema, **ENCODING) as writer:
+            writer.write_table(table)
+            writer.add_key_value_metadata(table.schema.metadata)  # not kept without Arrow's schema
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
