@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from common import as_table, compared, console, parse, parser, summarise, write_json
+from common import compared, console, parse, parser, summarise, write_json
 from gated_step import Reading, make_trainer
 from trainers import Timekeeper
 from workers import Rounds, take_turns
@@ -71,7 +71,9 @@ def main() -> None:
         )
         sides = {name: summarise(one, reading.setting().shape()[1]) for name, one in rounds.items()}
         cases = [{"name": "step", **reading._asdict(), **compared(sides)}]
-        screen.print(as_table(cases, f"one step, ledger {given.form}, medians of {given.repeats}", "ledger"))
+        seconds = [sides[name]["seconds"] for name in forms]
+        told = f"one step, medians of {given.repeats}: ledger {given.form} {seconds[0]:.3f} s, none {seconds[1]:.3f} s"
+        screen.print(f"{told}, x{seconds[0] / seconds[1]:.3f}", highlight=False)
         write_json(given.json, cases, threads=given.threads)
         return
     found = ledger_bytes(given.run)
