@@ -356,11 +356,12 @@ def draw_curves(study: Study, root: Path, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_report(study: Study, root: Path, seconds: Mapping[str, float]) -> str:
-    """Write report/ (report.md, results.json, two plots) and return the text."""
+def write_report(
+    study: Study, root: Path, found: Mapping[str, Mapping[str, Any]], seconds: Mapping[str, float]
+) -> None:
+    """Write report/: report.md, results.json and two plots of what the tests found."""
     folder = root / "report"
     folder.mkdir(exist_ok=True)
-    found = policies(study, root)
     lines = []
     for title, headings, rows in tables(found):
         lines += [f"**{title}**", "", f"| {' | '.join(headings)} |", "| --- " * len(headings) + "|"]
@@ -374,9 +375,7 @@ def write_report(study: Study, root: Path, seconds: Mapping[str, float]) -> str:
     draw_policies(found, folder / "policies.png")
     draw_curves(study, root, folder / "curves.png")
     write_json(folder / "results.json", {"policies": found, "seconds": dict(seconds)})
-    text = "\n".join(lines) + "\n"
-    (folder / "report.md").write_text(text, encoding="utf-8")
-    return text
+    (folder / "report.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -408,8 +407,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"the budget of {given.budget} hours is spent before the end of {stage.name!r}: the same command goes on"
         )
         return 0
-    write_report(study, root, seconds)
-    for title, headings, rows in tables(policies(study, root)):
+    found = policies(study, root)
+    write_report(study, root, found, seconds)
+    for title, headings, rows in tables(found):
         table = Table(*headings, title=title)
         for row in rows:
             table.add_row(*row)
