@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 FORMAT = "turngrpo-corpus/1"
@@ -194,28 +194,31 @@ class CorpusCheck:
 
     def _check_manifest(self, manifest: dict[str, Any]) -> None:
         self.manifest = manifest
-        computed = manifest.get("label_source") == "computed"
-        needed = [field for field in MANIFEST_FIELDS if not (computed and field in AGREEMENT_FIELDS)]
-        self._check_keys(1, "", manifest, needed, MANIFEST_FIELDS)
+        source = manifest.get("label_source")
+        judged = source in ("human", "model")
+        rule = f' (labels by "{source}" need a measured agreement)' if judged else " or null"
+        agreement = {
+            "kappa": f"Cohen's kappa, a number from -1 to 1{rule}",
+            "kappa_items": f"how many items kappa was measured on, 1 or more{rule}",
+        }
+        needed = [field for field in MANIFEST_FIELDS if not (source == "computed" and field in AGREEMENT_FIELDS)]
+        self._check_keys(1, "", manifest, needed, MANIFEST_FIELDS, agreement)
         if manifest["format"] != FORMAT:
             self.add(1, "format", describe(manifest["format"]), f'"{FORMAT}"')
         for field in ("name", "created", "license"):
             if field in manifest:
                 self._check_text(1, field, manifest[field])
-        source = manifest.get("label_source")
         if "label_source" in manifest and source not in LABEL_SOURCES:
             self.add(1, "label_source", describe(source), "one of " + ", ".join(f'"{name}"' for name in LABEL_SOURCES))
-        judged = source in ("human", "model")
-        rule = f' (labels by "{source}" need a measured agreement)' if judged else " or null"
         kappa: Any = manifest.get("kappa")
         items: Any = manifest.get("kappa_items")
         if "kappa" in manifest and (kappa is not None or judged):
             is_number = is_integer(kappa) or isinstance(kappa, float)
             if not is_number or not -1 <= kappa <= 1:
-                self.add(1, "kappa", describe(kappa), f"Cohen's kappa, a number from -1 to 1{rule}")
+                self.add(1, "kappa", describe(kappa), agreement["kappa"])
         if "kappa_items" in manifest and (items is not None or judged):
             if not is_integer(items) or items < 1:
-                self.add(1, "kappa_items", describe(items), f"how many items kappa was measured on, 1 or more{rule}")
+                self.add(1, "kappa_items", describe(items), agreement["kappa_items"])
 
     def _check_row(self, line: int, row: dict[str, Any]) -> None:
         self.rows += 1
@@ -279,11 +282,17 @@ class CorpusCheck:
                 self.add(line, f"evidence_spans[{position}]", describe(span), expected)
 
     def _check_keys(
-        self, line: int, prefix: str, value: dict[str, Any], required: Iterable[str], allowed: Iterable[str]
+        self,
+        line: int,
+        prefix: str,
+        value: dict[str, Any],
+        required: Iterable[str],
+        allowed: Iterable[str],
+        expected: Mapping[str, str] | None = None,
     ) -> None:
         for field in required:
             if field not in value:
-                self.add(line, prefix + field, "no such field", "a value")
+                self.add(line, prefix + field, "no such field", (expected or {}).get(field, "a value"))
         names = tuple(allowed)
         for field in value:
             if field not in names:
@@ -293,7 +302,7 @@ class CorpusCheck:
         """True for a string with text in it that UTF-8 can write; a fault is noted otherwise."""
         blank = isinstance(value, str) and not (value if blank_allowed else value.strip())
         if not isinstance(value, str) or isinstance(value, NotJson) or blank:
-            self.add(line, field, describe(value), "a string that is not empty")
+            self.add(line, field, describe(value), "a string that is not empty" + " or blank" * (not blank_allowed))
             return False
         try:
             value.encode("utf-8")

@@ -5,6 +5,7 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -621,8 +622,8 @@ class TurnGRPOTrainer(GRPOTrainer):
             super()._run_epoch(*args, **(kwargs | place))
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.nullcontext() if self.workflow is None else self.checkpoints.finishing():
-            return super()._finalize_training(*args, **kwargs)
+        finalize = partial(super()._finalize_training, *args, **kwargs)
+        return finalize() if self.workflow is None else self.checkpoints.finish(finalize)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.workflow is None:

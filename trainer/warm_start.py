@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,8 +222,7 @@ class ExactSFTTrainer(SFTTrainer):
             self.checkpoints.load(checkpoint)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        with self.checkpoints.finishing():
-            return super()._finalize_training(*args, **kwargs)
+        return self.checkpoints.finish(partial(super()._finalize_training, *args, **kwargs))
 
     def _run_state(self) -> dict[str, Any]:
         return {"train_tokens": self._total_train_tokens}

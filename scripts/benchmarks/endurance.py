@@ -184,6 +184,13 @@ def as_text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=repr)
 
 
+def gradients(value: Any) -> int:
+    """Return how many updates in JSON content had a gradient: what trains nothing has nothing in which to differ."""
+    if isinstance(value, Mapping):
+        return int((value.get("grad_norm") or 0.0) > 0) + sum(map(gradients, value.values()))
+    return sum(map(gradients, value)) if isinstance(value, list) else 0
+
+
 def differences(kind: Kind, straight: Path, folder: Path) -> list[str]:
     """Return a line per thing in which a run that was killed differs from the straight one."""
     ours, theirs = kind.found(folder), kind.found(straight)
@@ -229,7 +236,7 @@ def make_kinds(start: Path, hub: Any) -> dict[str, Kind]:
     train = (
         f"scripts/train.py {shared} --num_generations 4 --gradient_accumulation_steps 2 --num_iterations 2 --beta 0.1"
     )
-    train += " --max_prompt_length 200 --max_completion_length 12 --max_memory_tokens 8 --loss_type group --alpha 0.5"
+    train += " --max_prompt_length 200 --max_completion_length 32 --max_memory_tokens 16 --loss_type group --alpha 0.5"
     train += " --eval_strategy steps --eval_steps 3 --validation_rows 4"
     one = [*train.split(), "--per_device_train_batch_size", "4", "--instruction", INSTRUCTION]
     two = [*LAUNCH, *train.split(), "--per_device_train_batch_size", "2", "--instruction", INSTRUCTION]
@@ -340,6 +347,8 @@ def main() -> int:
                 straight.parent.mkdir(parents=True)
                 found = finish(filled(kind.command, straight), straight.parent / "log", straight)
                 report["straight"][name] = found
+                if not gradients(kind.found(straight)):
+                    raise RuntimeError(f"no update of {straight} had a gradient: nothing could differ after a kill")
             kills = report["kills"].setdefault(name, [])
             while sum(one["killed"] for one in kills) < given.kills:  # a moment may lie behind the end
                 wrote, ended = report["straight"][name]

@@ -26,6 +26,7 @@ from lib.options import (
     reading_defaults,
     resolve,
     sources_table,
+    warm_start_of,
 )
 from lib.output import finite, held_file, write_json, write_text
 from lib.reporting import make_console, metrics_table, policies_table
@@ -210,7 +211,8 @@ def evaluate(options: EvaluateArguments) -> int:
             server = Server(options.base_url, patience=PATIENCE, connections=options.concurrency)
         served = Served.find(server, options.model) if server else None
         options.adapter = options.adapter or (served.adapter_folder if served else None)
-        taken = resolve(options, DEFAULTS, options.adapter)
+        started = warm_start_of(served.weights if served else options.model)
+        taken = resolve(options, DEFAULTS, options.adapter or started)
         take_baselines(options, base=bool(served.base if served else options.adapter))
         check_workflow(options)
         rewards = find_rewards(options.reward_funcs, TRAJECTORY_REWARDS, "--reward_funcs")
@@ -238,7 +240,8 @@ def evaluate(options: EvaluateArguments) -> int:
                 stacklevel=2,
             )
         if not options.allow_overlap:
-            check_held_out(rows, options.adapter)
+            for folder in (options.adapter, started):
+                check_held_out(rows, folder)
         sampling: dict[bool, Any] = {}
         model: Any = None
         if served is not None and server is not None:

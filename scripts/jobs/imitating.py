@@ -16,6 +16,7 @@ from lib.tokenizing import load_tokenizer
 from trl import SFTConfig
 
 from turngrpo.data_prep import gold_thought
+from turngrpo.data_prep.corpus import project_digest
 from turngrpo.trainer.reading.workflows import WorkflowOptions
 from turngrpo.trainer.runs.interruption import Interruption
 from turngrpo.trainer.warm_start import check_batches, check_lengths, corpus_examples, fit, target_examples
@@ -49,7 +50,8 @@ def imitate(options: SftArguments, config: SFTConfig, model_options: ModelOption
             )
             workflow = make_workflow(options.workflow, layout=options.layout, instruction=options.instruction)
             workflow.bind(tokenizer, WorkflowOptions(options.max_memory_tokens, template))
-            reading = reading_of(workflow, options.workflow, template)
+            projects = sorted(map(project_digest, set(corpus["train"]["project"])))
+            reading = reading_of(workflow, options.workflow, template) | {"train_projects": projects}
             examples, names = corpus_examples(
                 corpus["train"],
                 workflow,

@@ -8,7 +8,14 @@ from typing import Any
 
 from arguments.commands import ReadArguments
 from lib.lookup import make_workflow
-from lib.options import OF_A_WORKFLOW, evaluation_config, reading_config, reading_defaults, resolve
+from lib.options import (
+    OF_A_WORKFLOW,
+    evaluation_config,
+    reading_config,
+    reading_defaults,
+    resolve,
+    warm_start_of,
+)
 from lib.running import INTERRUPTED
 from lib.served import PATIENCE, Served
 from lib.tokenizing import generation_config, load_tokenizer
@@ -198,7 +205,7 @@ def _served(options: ReadArguments) -> tuple[Any, Any, Any, dict[str, tuple[Any,
     """Return config, tokenizer, engine and where the options come from, of a model that a server has loaded."""
     server = Server(str(options.base_url), patience=PATIENCE, answer_timeout=options.answer_timeout)
     served = Served.find(server, options.model)
-    taken = resolve(options, DEFAULTS, options.adapter or served.adapter_folder)
+    taken = resolve(options, DEFAULTS, options.adapter or served.adapter_folder or warm_start_of(served.weights))
     tokenizer = load_tokenizer(options.tokenizer or served.tokenizer)
     config = reading_config(**{name: getattr(options, name) for name in CONFIG})
     ends = eos_ids(tokenizer, generation_config(served.weights))
@@ -215,7 +222,7 @@ def _loaded(options: ReadArguments) -> tuple[Any, Any, Any, dict[str, tuple[Any,
     from turngrpo.trainer.forward.policy import Policy
 
     find_adapter(options)
-    taken = resolve(options, DEFAULTS, options.adapter)
+    taken = resolve(options, DEFAULTS, options.adapter or warm_start_of(options.model))
     tokenizer = load_tokenizer(options.tokenizer or options.model, options.revision)
     config = evaluation_config(**{name: getattr(options, name) for name in CONFIG})
     model = load(options, config)

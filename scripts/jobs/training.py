@@ -24,7 +24,7 @@ from lib.loading import (
     sample_rows,
 )
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
-from lib.options import OF_A_WORKFLOW, reading_of, told_of_warm_start
+from lib.options import OF_A_WORKFLOW, reading_of, take_reading, told_of_warm_start
 from lib.output import finite, write_json
 from lib.reporting import RunLog, policies_table, write_curves
 from lib.running import setting_up
@@ -117,6 +117,9 @@ def prepare(
         raise ValueError(f"--validation_members is {options.validation_members}: expected 1 or more")
     if options.quickstart:
         options.instruction = options.instruction or INSTRUCTION
+    start = model_options.model_name_or_path
+    if taken := take_reading(start, options, config):
+        console.print(f"{', '.join(taken)}: as in the warm start of {start}", highlight=False, markup=False)
     given = {name: getattr(options, name) for name in OF_A_WORKFLOW}
     workflow = make_workflow(options.workflow, **given)
     config.check_workflow_options()

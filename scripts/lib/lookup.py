@@ -73,20 +73,29 @@ def _own_workflow(name: str, given: dict[str, Any]) -> Any:
 def find_rewards(names: Sequence[str] | None, known: Sequence[str], option: str) -> list[Callable[..., Any]]:
     """Return reward functions by short name (`known` ones) or dotted path, the current directory importable.
 
-    Raises ValueError that lists what exists for a name that leads nowhere.
+    Raises one ValueError for all names that lead nowhere, which lists what exists.
     """
+    found: list[Callable[..., Any]] = []
+    faults: list[str] = []
+    for name in names or []:
+        try:
+            found.append(_find_reward(name, known, option))
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError("\n".join(faults))
+    return found
+
+
+def _find_reward(name: str, known: Sequence[str], option: str) -> Callable[..., Any]:
     from turngrpo import rewards  # which brings datasets
 
-    found: list[Callable[..., Any]] = []
-    for name in names or []:
-        if name in known:
-            found.append(getattr(rewards, name))
-            continue
-        value = _imported(name, option, f"expected {', '.join(known)}, or a dotted path as in my_module.my_reward")
-        if not callable(value):
-            raise ValueError(f"{option} is {name!r}, which names a {type(value).__name__}: expected a function")
-        found.append(value)
-    return found
+    if name in known:
+        return getattr(rewards, name)
+    value = _imported(name, option, f"expected {', '.join(known)}, or a dotted path as in my_module.my_reward")
+    if not callable(value):
+        raise ValueError(f"{option} is {name!r}, which names a {type(value).__name__}: expected a function")
+    return value
 
 
 def _imported(name: str, option: str, expected: str) -> Any:

@@ -72,6 +72,9 @@ def parse_options(
     known = [name for action in parser._actions for name in action.option_strings]
     faults = []
     for name in [text for text in (*in_file, *given) if text.startswith("--")] or given[:1]:
+        if name == "--config":
+            faults.append("--config is there twice: expected one file, over which the command line's options stand")
+            continue
         near = difflib.get_close_matches(name, known, 1)
         where = " (in the file of --config)" if name in in_file else ""
         faults.append(f"{name} is no option{where}: {f'did you mean {near[0]}?' if near else '--help lists them'}")
@@ -123,7 +126,7 @@ class ReadingOptions:
     eval_seed: int | None = option(None, "Seed of the sampling noise, and of a bootstrap; 0.")
 
 
-READING_FILE = "reading.json"  # of a warm start
+READING_FILE = "reading.json"  # of a warm start, beside its weights
 OF_A_WORKFLOW = ("layout", "instruction", "strict_format", "exit_gate")  # which mean nothing to another one
 
 
@@ -133,10 +136,35 @@ def reading_of(workflow: Any, name: str, template: Any) -> dict[str, Any]:
     return {"workflow": name, **own, "chat_template_kwargs": template or None}
 
 
+def read_of_warm_start(model: str | None) -> dict[str, Any]:
+    """Return how a model was warm-started to read, without what is nothing; empty where its folder does not say."""
+    path = Path(model or "", READING_FILE)
+    found = read_json(path) if model and path.is_file() else {}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def warm_start_of(model: str | None) -> str | None:
+    """Return a model's folder where it says how the model was warm-started to read, else None."""
+    return model if read_of_warm_start(model) else None
+
+
+def take_reading(model: str | None, options: Any, config: Any) -> list[str]:
+    """Let a training read as its model was warm-started to, where nothing else was said; return what was taken.
+
+    `options` and `config` are those of train.py. What belongs to a workflow is taken for that workflow alone.
+    """
+    before = read_of_warm_start(model)
+    taken = []
+    for name, holder in (("layout", options), ("instruction", options), ("chat_template_kwargs", config)):
+        if name in before and getattr(holder, name) is None and before.get("workflow") == options.workflow:
+            setattr(holder, name, before[name])
+            taken.append(f"--{name}")
+    return taken
+
+
 def told_of_warm_start(model: str | None, reading: Mapping[str, Any]) -> list[str]:
     """Return a line for everything in which a model was warm-started to read otherwise; none where nothing says."""
-    path = Path(model or "", READING_FILE)
-    before = read_json(path) if model and path.is_file() else {}
+    before = read_of_warm_start(model)
     return [
         f"{name} is {reading[name]!r} here, and was {value!r} in the warm start of {model}"
         for name, value in before.items()
@@ -153,7 +181,8 @@ def reading_defaults(**more: Any) -> dict[str, Any]:
 def trained_with(folder: str | None) -> tuple[dict[str, Any], str | None]:
     """Return the options that an adapter was trained with, by name, and the file that says so; empty where none does.
 
-    `folder` is an exported version (manifest.json), or a checkpoint or output folder (turngrpo_run.json).
+    `folder` is an exported version (manifest.json), a checkpoint or output folder (turngrpo_run.json), or a warm start
+    (reading.json).
     """
     for name in (MANIFEST, RUN_FILE):
         path = Path(folder or "", name)
@@ -164,7 +193,8 @@ def trained_with(folder: str | None) -> tuple[dict[str, Any], str | None]:
             if "." in (script.get("workflow") or ""):  # by its path: the reading knows the name of its class alone
                 found["workflow"] = script["workflow"]
             return {key: value for key, value in found.items() if value is not None}, str(path)
-    return {}, None
+    reading = read_of_warm_start(folder)
+    return reading, str(Path(folder or "", READING_FILE)) if reading else None
 
 
 def resolve(options: Any, defaults: Mapping[str, Any], folder: str | None) -> dict[str, tuple[Any, str]]:

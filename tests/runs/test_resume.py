@@ -118,9 +118,11 @@ def test_every_workflow_resumes(workflow, tmp_path):
     ]  # fmt: skip
     dataset = None if workflow == "single" else Dataset.from_list(rows)
     options = {"dataset": dataset, "max_steps": 3}
-    run(tmp_path / "a", workflow=made(), **options)
+    whole = run(tmp_path / "a", workflow=made(), **options)
     run(tmp_path / "b", stop=1, workflow=made(), **options)
-    run(tmp_path / "b", resume=1, workflow=made(), **options)
+    resumed = run(tmp_path / "b", resume=1, workflow=made(), **options)
+    losses = [trainer.state.log_history[-1]["train_loss"] for trainer in (whole, resumed)]
+    assert losses[0] == losses[1]  # transformers would divide the sum by the two updates since the resume
     assert compare_states(tmp_path / "a" / "checkpoint-3", tmp_path / "b" / "checkpoint-3") == []
 
 
@@ -221,6 +223,7 @@ def test_resuming_the_last_checkpoint_trains_nothing_more(tmp_path):
     assert not (tmp_path / "checkpoint-5").exists()
     assert all(torch.equal(p, again.model.get_parameter(name)) for name, p in done.model.named_parameters())
     assert again._step == 4 and again.state.log_history[-2] == done.state.log_history[-2]
+    assert again.state.log_history[-1]["train_loss"] == done.state.log_history[-1]["train_loss"] != 0
     with pytest.raises(ValueError, match="learning_rate: the checkpoint's is 0.01"):
         run(tmp_path, resume=4, max_steps=4, learning_rate=5e-3)
 

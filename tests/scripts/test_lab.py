@@ -324,7 +324,9 @@ def test_sft_resumed_is_identical_to_straight(stop, examples, tmp_path):
     straight = supervised(tmp_path / "a", examples)
     supervised(tmp_path / "b", examples, stop=stop)
     assert not (tmp_path / "b" / f"checkpoint-{stop + 1}").exists()
-    supervised(tmp_path / "b", examples, resume=str(tmp_path / "b" / f"checkpoint-{stop}"))
+    resumed = supervised(tmp_path / "b", examples, resume=str(tmp_path / "b" / f"checkpoint-{stop}"))
+    ends = [trainer.state.log_history[-1] for trainer in (straight, resumed)]
+    assert ends[0]["train_loss"] == ends[1]["train_loss"] > 0  # of all updates, not of those since the resume
     assert compare_states(tmp_path / "a" / "checkpoint-6", tmp_path / "b" / "checkpoint-6") == []
     measured = [log for log in straight.state.log_history if "eval_nll" in log]
     assert [log["step"] for log in straight.state.log_history if "loss" in log] == [2, 4, 6]

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, get_last_checkpoint, rotate_checkpoints
 
 from turngrpo.trainer.files import read_json, sync
 from turngrpo.trainer.forward.policy import tensors_digest
@@ -37,7 +37,7 @@ class ExactCheckpoints:
     Beside what transformers saves, every process adds TRL's pending metrics, the running loss, the run's fingerprint,
     and what `state` returns; `restore` gets that back, and `examine` sees it before anything is loaded. `facts` adds
     to the fingerprint what decides the run's numbers; `allow_changed` names what may differ on purpose.
-    The trainer calls `begin`, `saving`, `load`, `is_finished` and `finishing` where transformers calls its train,
+    The trainer calls `begin`, `saving`, `load`, `is_finished` and `finish` where transformers calls its train,
     _save_checkpoint, _load_rng_state, _run_epoch and _finalize_training (transformers 5.24).
     """
 
@@ -220,19 +220,28 @@ class ExactCheckpoints:
         )
         return out_of_patience or self.trainer.state.global_step >= self.trainer.state.max_steps
 
-    @contextmanager
-    def finishing(self) -> Iterator[None]:
-        """End a run; one that was resumed after its last update takes its state over here, and rewrites no table."""
+    def finish(self, finalize: Callable[[], TrainOutput]) -> TrainOutput:
+        """End a run by transformers' `finalize`; its train_loss is the mean over all updates, resumed or not.
+
+        A run that was resumed after its last update takes its state over here, and rewrites no table.
+        """
         trainer, checkpoint = self.trainer, self._waiting
-        if checkpoint is None:
-            yield
-            return
-        shown, trainer.log_completions = getattr(trainer, "log_completions", False), False
+        log, shown = trainer.log, getattr(trainer, "log_completions", False)
+
+        def log_whole(metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            if "train_loss" in metrics:  # transformers divides the sum, which goes on, by the updates since the resume
+                metrics["train_loss"] = trainer._total_loss_scalar / max(trainer.state.global_step, 1)
+            log(metrics, *args, **kwargs)
+
         try:
-            trainer._load_rng_state(checkpoint)
-            yield
+            if checkpoint is not None:
+                trainer.log_completions = False
+                trainer._load_rng_state(checkpoint)
+            trainer.log = log_whole
+            output = finalize()
         finally:
-            trainer.log_completions = shown
+            trainer.log, trainer.log_completions = log, shown
+        return output._replace(training_loss=output.metrics["train_loss"])
 
     def _complete_state(self) -> dict[str, Any]:
         """Return plain values and tensors."""
