@@ -17,7 +17,10 @@ def check_cutting(tokenizer: Any, chunk_size: Any) -> None:
 
 
 def token_offsets(document: str, tokenizer: Any) -> list[tuple[int, int]]:
-    """Character range [start, end) of every token; control tokens spelled out in the text are ordinary text."""
+    """Character range [start, end) of every token; control tokens spelled out in the text are ordinary text.
+
+    A token without width, as a tokenizer gives it that trims white space, is of the character before it.
+    """
     encoded = tokenizer(
         document,
         add_special_tokens=False,
@@ -28,7 +31,7 @@ def token_offsets(document: str, tokenizer: Any) -> list[tuple[int, int]]:
         return_attention_mask=False,
         verbose=False,
     )
-    return encoded["offset_mapping"]
+    return [(max(0, start - 1) if start == end else start, end) for start, end in encoded["offset_mapping"]]
 
 
 def cut_positions(offsets: Sequence[tuple[int, int]], length: int, chunk_size: int) -> list[int]:

@@ -20,7 +20,7 @@ from lib.running import run_script, setting_up
 from rich.console import Console
 from rich.markup import escape
 
-from turngrpo.trainer.showing import visible, visible_json
+from turngrpo.trainer.showing import counted, visible, visible_json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,12 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report, status = read(reading, console)
     if options.json:
         print(visible_json(report))
-    read_chunks = f"{report['chunks_read']} of {report['chunks']} chunks in {report['seconds']:.1f} seconds"
+    much = counted(len(report["turns"]), "turn")
+    if report["chunks_read"] is not None:
+        much = f"{report['chunks_read']} of {counted(report['chunks'], 'chunk')}"
+    much = f"{much} in {report['seconds']:.1f} seconds"
     if report["error"] is not None:
-        print(visible(f"error: {report['error']} after {read_chunks}"), file=sys.stderr)
+        print(visible(f"error: {report['error']} after {much}"), file=sys.stderr)
         return status
     answer = "none (no answer in \\boxed{})" if report["answer"] is None else report["answer"]
-    console.print(f"read {read_chunks}\n[bold]answer:[/] {escape(visible(answer))}")
+    console.print(f"read {much}\n[bold]answer:[/] {escape(visible(answer))}")
     return status
 
 

@@ -29,3 +29,8 @@ def visible_json(value: Any) -> str:
     """
     text = json.dumps(value, ensure_ascii=False, indent=2)
     return "".join(json.dumps(character)[1:-1] if _steers(character) else character for character in text)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things, as "1 update" or "2 updates"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -86,7 +86,7 @@ def help_page(
     `in_full` it has the whole text of every option, the inherited ones at the end.
     """
     shown = _options(actions, hidden)
-    line = _in_full if in_full else _in_a_line
+    line = _in_full if in_full else _in_short
     lines = [*_head(usage, doc, required), *_topics(shown, own, required, line), ""]
     inherited = "inherited from TRL and transformers"
     rest = [action for name, action in shown.items() if name not in _listed(shown, own)]
@@ -154,18 +154,22 @@ def _topics(
     return lines
 
 
-def _in_a_line(action: argparse.Action, required: Collection[str]) -> list[str]:
-    """Return an option with its default and the beginning of its text in one line."""
-    text = _text(action).split(". ")[0].rstrip(".")
-    default = _default(action)
+def _in_short(action: argparse.Action, required: Collection[str]) -> list[str]:
+    """Return an option with its default and the first sentence of its text, one that is inherited in a line."""
+    text, default = _text(action).split(". ")[0].rstrip("."), _default(action)
     room = WIDTH - COLUMN - len(default)
-    text = text if len(text) <= room else f"{textwrap.shorten(text, room - 4, placeholder='')} ..."
-    return [f"{_name(action, required):<{COLUMN - 1}} {text}{default}"]
+    if action.dest in INHERITED and len(text) > room:
+        text = f"{textwrap.shorten(text, room - 4, placeholder='')} ..."
+    return _lines(action, required, text)
 
 
 def _in_full(action: argparse.Action, required: Collection[str]) -> list[str]:
-    """Return an option with all of its text."""
-    texts: Sequence[str] = textwrap.wrap(f"{_text(action)}{_default(action)}", WIDTH - COLUMN) or [""]
+    """Return an option with its default and all of its text."""
+    return _lines(action, required, _text(action))
+
+
+def _lines(action: argparse.Action, required: Collection[str], text: str) -> list[str]:
+    texts: Sequence[str] = textwrap.wrap(f"{text}{_default(action)}", WIDTH - COLUMN) or [""]
     first = f"{_name(action, required):<{COLUMN - 1}} {texts[0]}"
     return [first, *(" " * COLUMN + text for text in texts[1:])]
 

@@ -85,12 +85,13 @@ def read_pdf(path: str) -> str:
         raise ValueError(f"{path} is a PDF that pypdf cannot read ({error}): convert it to text") from error
 
 
-def describe(state: Any, turn: Turn, seconds: float) -> dict[str, Any]:
-    """Return one turn for the trace; the answer turn has chunk None."""
-    decision = turn.decision
+def describe(state: Any, turn: Turn, number: int, gated: bool, seconds: float) -> dict[str, Any]:
+    """Return one turn for the trace; chunk is None for the answer turn, and for any of a workflow without gates."""
+    decision, chunk = turn.decision, turn.step if gated else None
     return {
-        "chunk": turn.step,
-        "parsed": state.answer is not None if turn.step is None else decision is not None,
+        "turn": number,
+        "chunk": chunk,
+        "parsed": getattr(state, "answer", None) is not None if chunk is None else decision is not None,
         "check": decision and decision.check,
         "exit": decision and decision.exit,
         "candidate": decision and decision.candidate,
@@ -106,7 +107,13 @@ def describe(state: Any, turn: Turn, seconds: float) -> dict[str, Any]:
 
 
 def show(console: Console, entry: dict[str, Any], chunks: int) -> None:
-    """Print the gates of one chunk turn, and the memory where it was written; of an unparsed turn its reply."""
+    """Print the gates of one chunk turn, and the memory where it was written; of an unparsed turn its reply.
+
+    A workflow of another kind has no gates (`chunks` is 0): the reply of every turn.
+    """
+    if not chunks:
+        show_reply(console, f"[bold]turn {entry['turn']}[/]", entry)
+        return
     if entry["chunk"] is None:
         if not entry["parsed"]:
             show_reply(console, "[bold]answer turn[/]  [red]unparsed[/]", entry)
@@ -177,6 +184,11 @@ class Reading:
         return workflow
 
     @property
+    def chunks(self) -> int:
+        """How many chunks are read turn by turn; 0 for a workflow that decides by no gates."""
+        return len(self.row["chunks"]) if hasattr(self.workflow(lambda state, turn: None), "decide") else 0
+
+    @property
     def api(self) -> str | None:
         """How the model is asked, None for one in this process."""
         if self.options.base_url is None:
@@ -185,7 +197,7 @@ class Reading:
 
     def report(self, trace: list[dict[str, Any]], answer: str | None, seconds: float, **ended: Any) -> dict[str, Any]:
         """Return what --json prints."""
-        last = trace[-1] if trace else {"memory": INITIAL_MEMORY}
+        last = trace[-1] if trace else {"memory": INITIAL_MEMORY if self.chunks else None}
         return {
             "document": self.options.document,
             "question": self.options.question,
@@ -194,7 +206,7 @@ class Reading:
             "answer": answer,
             "memory": last["memory"],
             "chunks": len(self.row["chunks"]),
-            "chunks_read": sum(entry["chunk"] is not None for entry in trace),
+            "chunks_read": sum(entry["chunk"] is not None for entry in trace) if self.chunks else None,
             "seconds": round(seconds, 3),
             **ended,
             "turns": trace,
@@ -237,13 +249,13 @@ def _loaded(options: ReadArguments) -> tuple[Any, Any, Any, dict[str, tuple[Any,
 
 def read(reading: Reading, console: Console) -> tuple[dict[str, Any], int]:
     """Read the document; returns report and exit status, also where Ctrl-C or a dying server ended it early."""
-    chunks, trace, started = len(reading.row["chunks"]), [], time.perf_counter()
+    chunks, trace, started = reading.chunks, list[dict[str, Any]](), time.perf_counter()
     answer, error, status = None, None, 0
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("reading", total=chunks)
+        task = progress.add_task("reading", total=chunks or None)
 
         def on_turn(state: Any, turn: Turn) -> None:
-            trace.append(describe(state, turn, time.perf_counter() - started))
+            trace.append(describe(state, turn, len(trace) + 1, chunks > 0, time.perf_counter() - started))
             progress.update(task, advance=turn.step is not None)
             show(progress.console, trace[-1], chunks)
 

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from turngrpo.trainer import TurnGRPOConfig, TurnGRPOTrainer
 from turngrpo.trainer.evaluation.intervals import BALANCED
 from turngrpo.trainer.measuring.convergence import convergence_of
+from turngrpo.trainer.showing import counted
 
 AS_IN = "--eval_strategy steps --eval_steps 10 --save_steps 10 --load_best_model_at_end true"
 
@@ -59,6 +60,7 @@ def outcome(trainer: TurnGRPOTrainer, adapter: Path | None, patience: int | None
         checkpoint = Path(config.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{update}"
         name = checkpoint.name if checkpoint.is_dir() else None
         best = {"metric": metric, "value": evaluated[update], "update": update, "checkpoint": name}
+        best |= {"evaluations": len(evaluated), "as_good": list(evaluated.values()).count(evaluated[update])}
     return {
         "updates": state.global_step,
         "stopped_early": patience is not None and state.global_step < state.max_steps,
@@ -75,7 +77,7 @@ def outcome(trainer: TurnGRPOTrainer, adapter: Path | None, patience: int | None
 def ending(summary: dict[str, Any]) -> str:
     """Say in a sentence how the training ended, whether it converged, and what is left."""
     found, best, exported = summary["convergence"], summary["best"], summary["exported"]
-    text = f"{summary['updates']} updates"
+    text = counted(summary["updates"], "update")
     if summary["stopped_early"]:
         text += ", then no better validation for as long as the early stopping waits"
     text += f"; validation reward: {found['verdict']}"
@@ -84,7 +86,10 @@ def ending(summary: dict[str, Any]) -> str:
         text += f" ({found['slope']:+.2g} per update, 95% [{low:+.2g}, {high:+.2g}])"
     if best is not None:
         kept = best["checkpoint"] or f"update {best['update']}, without a checkpoint"
-        text += f"; best {best['metric']} {best['value']:.3g} at {kept}"
+        told = best["evaluations"] > best["as_good"]  # apart from the others
+        others = "" if told else f", as in {counted(best['evaluations'], 'evaluation')} of {best['evaluations']}"
+        text += f"; best {best['metric']} {best['value']:.3g} at {kept}{others}"
     what = f"adapter {exported['version']}" if exported["version"] else "model/"
-    which = "the best" if exported["is_best"] else "the last" if exported["update"] == summary["updates"] else "one"
+    is_best = exported["is_best"] and best is not None and told
+    which = "the best" if is_best else "the last" if exported["update"] == summary["updates"] else "one"
     return f"{text}; {what} is {which}, of update {exported['update']}"

@@ -218,6 +218,8 @@ def dry_run(run: Run, folder: Path) -> None:
     table = Table("checked", "found")
     rows = "none" if run.validation is None else f"{len(run.validation)}"
     table.add_row("rows", f"{len(run.train)} train, {rows} validation")
+    for name, found in corpus_table_rows(run):
+        table.add_row(name, found)
     known = "checked as they come" if longest is None else f"up to {longest} tokens"
     table.add_row("longest prompt", f"{known} (limit {config.max_prompt_length})")
     table.add_row("an update", f"{per_update} trajectories in groups of {config.num_generations}")
@@ -235,6 +237,25 @@ def dry_run(run: Run, folder: Path) -> None:
         run.console.print(f"its first rollout: {', '.join(said)}", highlight=False)
         tell_unparsed(run, log, "the probe")
     run.console.print("dry run: nothing was trained or written")
+
+
+def corpus_table_rows(run: Run) -> list[tuple[str, str]]:
+    """Return what the rows are like, by name: how many chunks are evidence, and where answers stand; for a corpus."""
+    rows = [row for data in (run.train, run.validation) if data is not None for row in data]
+    if not {"project", "chunks", "answers"} <= rows[0].keys():
+        return []
+    chunks = [chunk for row in rows for chunk in row["chunks"]]
+    without = sum(not any(chunk["evidence"] for chunk in row["chunks"]) for row in rows)
+    evidence = [" ".join(chunk["text"] for chunk in row["chunks"] if chunk["evidence"]).casefold() for row in rows]
+    told = sum(any(one.casefold() in text for one in row["answers"]) for row, text in zip(rows, evidence, strict=True))
+    split = [len(set(data["project"])) for data in (run.train, run.validation) if data is not None]
+    share = sum(chunk["evidence"] for chunk in chunks) / len(chunks)
+    return [
+        ("projects", ", ".join(f"{n} {name}" for n, name in zip(split, ("train", "validation"), strict=False))),
+        ("chunks of a row", f"{len(chunks) / len(rows):.1f}, {share:.0%} of them evidence"),
+        ("rows without evidence", f"{without} of {len(rows)}"),
+        ("answer stands in the evidence", f"in {told} of {len(rows)} rows"),
+    ]
 
 
 def tell_unparsed(run: Run, metrics: Mapping[str, Any], when: str) -> None:

@@ -19,9 +19,11 @@ NOTHING_DONE = "Nothing was started: choose another place, or start again then"
 def _check_output(folder: Path, resumed: bool) -> None:
     """Raise ValueError where the run would write over what another one left; every process sees it as it is found."""
     if not resumed and folder.is_dir() and not all(map(is_lock, folder.iterdir())):
+        saved = any(folder.glob("checkpoint-*"))
+        go_on = ", or continue its newest checkpoint with --resume_from_checkpoint true" if saved else ""
         raise ValueError(
             f"--output_dir {str(folder)!r} is not empty and its results would be overwritten: choose another "
-            "--output_dir, remove it, or continue its newest checkpoint with --resume_from_checkpoint true"
+            f"--output_dir{',' if saved else ' or'} remove it{go_on}"
         )
 
 

@@ -152,7 +152,8 @@ def policies_table(
     for label, evaluation in policies.items():
         table.add_row(label, *(cell(evaluation, metric) for metric in COLUMNS))
         if gains and label in gains:
-            table.add_row(f"  {name} - it", *(gain(gains[label].get(metric)) for metric in COLUMNS), style="dim")
+            gained = [gain(gains[label].get(metric)) for metric in COLUMNS]
+            table.add_row(f"  {name} minus {label}", *gained, style="dim")
     return table
 
 

@@ -184,6 +184,8 @@ def test_faults_of_the_manifest_come_with_those_of_the_rows(tmp_path, changes, f
     error = faults(path)
     assert places(error) == [(1, field), (3, "answers")]
     assert error.faults[0].found == found
+    judged = manifest.get("label_source") in ("human", "model")
+    assert ("need a measured agreement" in error.faults[0].expected) == (judged and field.startswith("kappa"))
     with pytest.raises(CorpusError, match=field):
         read_manifest(path)
 

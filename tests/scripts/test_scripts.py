@@ -228,7 +228,7 @@ def test_evaluate_compares_adapter_and_base(tiny, trained, tmp_path, capsys):
         assert read.reward.first().mean() == pytest.approx(policy["metrics"]["reward"])
         assert read.parsed.first().mean() == pytest.approx(policy["metrics"]["format/parsed"])
     shown = capsys.readouterr().out
-    assert "exit ignored" in shown and shown.count("adapter - it") == 8
+    assert "exit ignored" in shown and shown.count("adapter minus") == 8
 
     # A document has 123 tokens, a chunk's prompt up to 68: the first does not fit and is no policy.
     # Rows of both splits are the whole corpus.
@@ -274,6 +274,13 @@ def test_dry_run_estimates_and_writes_nothing(tiny, tmp_path, monkeypatch, capsy
     shown = capsys.readouterr().out
     for text in ("weights", "KV cache", "activations", "AdamW", "6 train, 6 validation", "nothing was trained"):
         assert text in shown
+    for name, found in (  # of 12 needle rows, which have a chunk of evidence each among three
+        ("projects", "1 train, 1 validation"),
+        ("chunks of a row", "3.0, 33% of them evidence"),
+        ("rows without evidence", "0 of 12"),
+        ("answer stands in the evidence", "in 12 of 12 rows"),
+    ):
+        assert re.search(rf"{name} +│ +{found}", shown), name
     cut = float(re.search(r"its first rollout: reward 0.00, parsed 0.00, turns cut ([\d.]+)", shown)[1])
     assert cut > 0.1  # the random model hardly ever ends within 8 tokens, and that is said
     flowing = " ".join(shown.split())  # lines are broken where the console ends
@@ -316,6 +323,11 @@ def test_a_dry_run_refuses_an_output_that_is_taken(tiny, tmp_path):
         (["--use_peft", "--adapter_name", "a/b"], "the adapter's name is 'a/b'"),
         (["--push_to_hub"], "hub_strategy='end'"),
         (["--leraning_rate", "1"], "--leraning_rate is no option: did you mean --learning_rate?"),
+        (
+            ["--reward_funcs", "answr_reward", "no_module.reward"],
+            r"(?s)--reward_funcs is 'answr_reward'.*--reward_funcs is 'no_module.reward', which cannot be imported",
+        ),
+        (["--config", str(SCRIPTS / "recipes" / "lora.yaml"), "--config", "b.yaml"], "--config is there twice"),
         (["--learning_rat", "1"], "--learning_rat is no option: did you mean --learning_rate?"),
         (["--config", "absent.yaml"], "absent.yaml"),
         (["--config"], "expected a YAML file"),
@@ -418,7 +430,7 @@ def test_single_turn_trains_on_prompts_with_a_reward_of_the_user(tiny, tmp_path,
     assert Path("out/model/model.safetensors").exists()
 
 
-def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
+def test_sft_lowers_the_loss_and_saves(tiny, tmp_path, capsys):
     corpus = ["--corpus", str(tiny / "corpus.jsonl"), "--model_name_or_path", str(tiny / "model")]
     steps = ["--max_steps", "12", "--logging_steps", "4", "--learning_rate", "5e-3"]
     folder = tmp_path / "warm"
@@ -437,6 +449,25 @@ def test_sft_lowers_the_loss_and_saves(tiny, tmp_path):
     assert told_of_warm_start(str(folder), reading) == told_of_warm_start(str(tiny / "model"), {}) == []
     (line,) = told_of_warm_start(str(folder), reading | {"instruction": "Read."})
     assert line.startswith("instruction is 'Read.' here, and was ") and line.endswith(f"in the warm start of {folder}")
+    # Whoever reads with it reads as it was taught, and not on what it was taught with.
+    said = ["--output_dir", str(tmp_path / "out"), "--use_peft", *REWARDS, *LIMITS, *PLAIN, "--dry_run"]
+    said += READING[2:]
+    assert train.main([*corpus[:2], "--model_name_or_path", str(folder), *said, "--num_generations", "4"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"--layout, --instruction: as in the warm start of {folder}" in shown and "warning" not in shown
+    evaluated = [
+        "--model",
+        str(folder),
+        *corpus[:2],
+        *LIMITS,
+        *READING[2:],
+        "--output",
+        str(tmp_path / "evaluation.json"),
+    ]
+    assert evaluate.main([*evaluated, "--rows", "1"]) == 0
+    assert json.loads((tmp_path / "evaluation.json").read_text())["options"]["instruction"] == reading["instruction"]
+    with pytest.raises(running.SetupError, match="were trained on .* says .*reading.json"):
+        evaluate.main([*evaluated, "--split", "train"])
 
 
 def test_sft_refuses_to_cut_an_example(tiny, tmp_path):

@@ -166,6 +166,39 @@ def test_a_model_that_is_loaded_here_reads_as_the_served_one(model, document, ca
         read_document.main([*where, "--max_prompt_length", "20"])
 
 
+TWICE = """
+class Twice:
+    strict_format = False
+
+    def bind(self, tokenizer, config):
+        self.tokenizer = tokenizer
+
+    def start(self, row):
+        return {"question": row["question"], "turns": 0}
+
+    def prompt(self, state):
+        return [self.tokenizer(state["question"])["input_ids"]]
+
+    def advance(self, state, turn):
+        state["turns"] += 1
+        return state["turns"] < 2
+"""
+
+
+def test_a_workflow_without_gates_is_shown_by_its_replies(model, document, tmp_path, monkeypatch, capsys):
+    (tmp_path / "asking.py").write_text(TWICE)
+    monkeypatch.chdir(tmp_path)
+    where = ["--model", str(model), "--document", str(document), "--question", "red?", *READING[2:]]
+    where += ["--workflow", "asking.Twice"]
+    assert read_document.main(where) == 0
+    shown = capsys.readouterr().out
+    assert "turn 1\n  " in shown and "turn 2\n  " in shown and "read 2 turns in" in shown
+    assert not any(word in shown for word in ("memory ", "chunk ", "unparsed"))
+    assert read_document.main([*where, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["chunks_read"] is None and [turn["turn"] for turn in report["turns"]] == [1, 2]
+
+
 def test_an_unparsed_reply_is_short_and_safe_for_a_terminal(capsys):
     entry = {
         "chunk": 2,
@@ -360,7 +393,7 @@ def test_an_ungated_reading_beside_the_gated_one(model, corpus, tmp_path, capsys
             # The gated reader leaves at the first of three chunks, before the evidence of the second.
             lines = [line for line in shown.splitlines() if "±" in line]
             (reader, other), (gained,) = (
-                [one for one in lines if ("- it" in one) is paired] for paired in (False, True)
+                [one for one in lines if ("minus" in one) is paired] for paired in (False, True)
             )
             assert "1.000 ±0.00" in reader and "3.000 ±0.00" in other and "-2.000 ±0.00" in gained
     assert list(reports["both"]["policies"]) == ["model", "ungated"]

@@ -89,7 +89,8 @@ def test_a_recipe_ends_on_a_plateau_and_exports_its_best_adapter(straight):
     summary = summary_of(straight)
     assert (summary["updates"], summary["stopped_early"]) == (6, True)
     assert summary["best"] == {
-        "metric": "eval_reward", "value": rewards[2], "update": 2, "checkpoint": "checkpoint-2"
+        "metric": "eval_reward", "value": rewards[2], "update": 2, "checkpoint": "checkpoint-2",
+        "evaluations": 3, "as_good": 1,
     }  # fmt: skip
     assert summary["exported"] == {"version": "v0001", "update": 2, "is_best": True}
     assert summary["convergence"]["verdict"] == "too few evaluations"
@@ -225,10 +226,22 @@ def test_the_closing_sentence():
         "updates": 50,
         "stopped_early": False,
         "convergence": {"verdict": "converged", "slope": 0.001, "interval": [-0.002, 0.004]},
-        "best": {"metric": "eval_reward", "value": 1.25, "update": 40, "checkpoint": None},
+        "best": {
+            "metric": "eval_reward",
+            "value": 1.25,
+            "update": 40,
+            "checkpoint": None,
+            "evaluations": 5,
+            "as_good": 1,
+        },
         "exported": {"version": None, "update": 50, "is_best": False},
     }
     assert stopping.ending(summary) == (
         "50 updates; validation reward: converged (+0.001 per update, 95% [-0.002, +0.004]); best eval_reward 1.25 at "
         "update 40, without a checkpoint; model/ is the last, of update 50"
+    )
+    summary |= {"updates": 1, "exported": {"version": "v0001", "update": 1, "is_best": True}}
+    summary["best"] |= {"update": 1, "checkpoint": "checkpoint-1", "evaluations": 3, "as_good": 3}
+    assert stopping.ending(summary).startswith("1 update; ") and stopping.ending(summary).endswith(
+        "at checkpoint-1, as in 3 evaluations of 3; adapter v0001 is the last, of update 1"
     )
