@@ -426,6 +426,7 @@ trainer/runs/checkpoints.py
     transformers.trainer_callback.ExportableState
     transformers.trainer_callback.ExportableState.state(self)
     transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+    transformers.trainer_utils.TrainOutput
     transformers.trainer_utils.get_last_checkpoint(folder)
     transformers.trainer_utils.rotate_checkpoints(output_dir, save_total_limit, best_model_checkpoint, use_mtime,
         checkpoint_prefix)
@@ -452,6 +453,7 @@ trainer/runs/checkpoints.py
     trl.GRPOTrainer._get_output_dir(self, trial)
     trl.GRPOTrainer._load_rng_state(self, checkpoint)
     trl.GRPOTrainer._push_from_checkpoint(self, checkpoint_folder)
+    trl.GRPOTrainer.log(self, logs, start_time)
 trainer/runs/identity.py
     transformers.PreTrainedTokenizerBase
 trainer/runs/interruption.py
