@@ -1,7 +1,12 @@
 """What changes the objective is part of a run's identity: every such change is refused by name, or allowed by name."""
 
+import abc
+import copy
 import functools
+import pickle
 import warnings
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCal
 from trl import SFTConfig
 
 from turngrpo.trainer import GatedMemory, MemAgent, TurnGRPOTrainer
+from turngrpo.trainer.reading.gates import GateDecision
 from turngrpo.trainer.runs.fingerprint import FREE_FIELDS, check_fingerprint
 from turngrpo.trainer.runs.identity import code_digest
 from turngrpo.trainer.runs.proof import ResumeError
@@ -122,6 +128,31 @@ def test_equal_values_read_the_same_whether_they_are_shared_or_not():
     shared = [1, 2]
     assert code_digest([shared, shared]) == code_digest([[1, 2], [1, 2]]) != code_digest([[1, 2], [2, 1]])
     assert code_digest({"a": 1, "b": {2, 3}}) == code_digest({"b": {3, 2}, "a": 1})
+
+
+class Judge(Protocol):
+    def __call__(self, text: str) -> float: ...
+
+
+@dataclass
+class Verdict:
+    score: float = 0.0
+    notes: list = field(default_factory=list)
+
+
+class Strict(Judge, abc.ABC):
+    def __call__(self, text):
+        return Verdict(len(text)).score
+
+
+@pytest.mark.parametrize("kind", [GatedMemory, MemAgent, Strict, GateDecision])
+def test_what_is_made_copied_shown_or_sent_on_reads_as_before(kind):
+    """Python keeps notes in a class when one of its objects is pickled, as two processes do with parsed turns."""
+    before = code_digest(kind)
+    own = kind(True, "x", False) if kind is GateDecision else kind()
+    for one in (own, Verdict(), GateDecision(True, "", True)):
+        copy.deepcopy(one), pickle.loads(pickle.dumps(one)), repr(one), isinstance(one, Verdict)
+    assert "__slotnames__" in vars(kind) and code_digest(kind) == before
 
 
 def test_a_reward_model_is_its_config_and_its_weights():

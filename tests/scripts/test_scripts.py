@@ -327,7 +327,10 @@ def test_a_dry_run_refuses_an_output_that_is_taken(tiny, tmp_path):
             ["--reward_funcs", "answr_reward", "no_module.reward"],
             r"(?s)--reward_funcs is 'answr_reward'.*--reward_funcs is 'no_module.reward', which cannot be imported",
         ),
-        (["--config", str(SCRIPTS / "recipes" / "lora.yaml"), "--config", "b.yaml", "--save_strategy", "steps"], "--config is there twice"),
+        (
+            ["--config", str(SCRIPTS / "recipes" / "lora.yaml"), "--config", "b.yaml", "--save_strategy", "steps"],
+            "--config is there twice",
+        ),
         (["--learning_rat", "1"], "--learning_rat is no option: did you mean --learning_rate?"),
         (["--config", "absent.yaml"], "absent.yaml"),
         (["--config"], "expected a YAML file"),

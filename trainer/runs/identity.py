@@ -40,12 +40,14 @@ NOT_OF_THE_MODEL = (
     "bos_token_id pad_token_id"
 ).split()
 NOT_OF_THE_ADAPTER = ("base_model_name_or_path", "revision", "inference_mode", "peft_version")
-# Of a class: what Python adds, and what says nothing of what it does.
+# Of a class: what Python adds (__slotnames__ when one is copied or sent on), and what says nothing of what it does.
 NOT_OF_A_CLASS = (
-    "__dict__ __weakref__ __module__ __doc__ __annotations__ __annotate__ __annotate_func__ __annotations_cache__ "
-    "__qualname__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ __abstractmethods__ _abc_impl "
-    "__dataclass_fields__ __dataclass_params__ __match_args__ __protocol_attrs__ __non_callable_proto_members__"
+    "__dict__ __weakref__ __module__ __doc__ __slotnames__ __annotations__ __annotate__ __annotate_func__ "
+    "__annotations_cache__ __qualname__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ "
+    "__abstractmethods__ _abc_impl __dataclass_fields__ __dataclass_params__ __match_args__ __protocol_attrs__ "
+    "__non_callable_proto_members__"
 ).split()
+OF_A_PROTOCOL = ("_no_init_or_replace_init", "object.__init__")  # before and after the first object of a subclass
 
 
 def code_digest(*values: Any) -> str:
@@ -153,7 +155,9 @@ class _Description:
             yield self.of([(f.name, f.default, f.default_factory) for f in dataclasses.fields(kind)])
         for name, value in sorted(vars(kind).items()):
             code = getattr(value, "__code__", None)
-            if name not in NOT_OF_A_CLASS and not (made and code and code.co_filename.startswith("<")):
+            by_python = made and code and code.co_filename.startswith("<")
+            by_python = by_python or name == "__init__" and getattr(value, "__qualname__", "") in OF_A_PROTOCOL
+            if name not in NOT_OF_A_CLASS and not by_python:
                 yield f"{name} = {self.of(value)}"
 
     def _is_read(self, value: Any) -> bool:
