@@ -1,6 +1,6 @@
 """Runs killed at random moments and gone on with, against runs that nobody disturbed; then memory over many updates.
 
-    python scripts/benchmarks/endurance.py --output endurance                  # 50 kills, 1,000 updates
+    python scripts/benchmarks/endurance.py --output endurance                  # 60 kills, 1,000 updates
     python scripts/benchmarks/endurance.py --output endurance --kinds laboratory --kills 10
     python scripts/benchmarks/endurance.py --output endurance --quick          # a kill of each kind, 20 updates
 
@@ -47,15 +47,24 @@ LIMIT = 1800  # seconds after which a run hangs
 
 @dataclass(frozen=True)
 class Kind:
-    """A command, with which option it goes on, what of its output must be the same, and its last checkpoint."""
+    """A command, with which option it goes on, what of its output must be the same, and its last checkpoint.
+
+    `reached` tells how far a run was when it was killed; one that was nowhere is begun anew.
+    """
 
     command: Sequence[str]
     found: Callable[[Path], dict[str, Any]]
     go_on: Sequence[str] = ("--resume_from_checkpoint", "true")
     checkpoint: str | None = f"checkpoint-{UPDATES}"
+    reached: Callable[[Path], str | None] = lambda output: newest(output, "checkpoint-*")
 
 
 # ---- what a run leaves ----
+
+
+def newest(folder: Path, pattern: str) -> str | None:
+    """Return the name of what was written last in a folder; None where there is nothing."""
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns, default=Path("")).name or None
 
 
 def without_unequal(value: Any) -> Any:
@@ -102,6 +111,19 @@ def laboratory(folder: Path) -> dict[str, Any]:
     return {
         "results": without_unequal(kept),
         "not identical": [name for name, one in results["resume"].items() if not one["identical"]],
+        "half written": half_written(folder),
+    }
+
+
+def studied(folder: Path) -> dict[str, Any]:
+    """Return what a study left: its tables' numbers, and the weights of every warm start and arm."""
+    results = json.loads((folder / "report" / "results.json").read_text(encoding="utf-8"))
+    weights = [path for path in sorted(folder.rglob("*.safetensors")) if "checkpoint-" not in str(path)]
+    logged = sorted(folder.glob("arms/*/metrics.jsonl"))
+    return {
+        "policies": without_unequal(results["policies"]),
+        "logged": [without_unequal(json.loads(line)) for path in logged for line in path.read_text().splitlines()],
+        "weights": {str(path.relative_to(folder)): sha256(path) for path in weights},
         "half written": half_written(folder),
     }
 
@@ -208,13 +230,13 @@ def one_kill(kind: Kind, folder: Path, straight: Path, seconds: float) -> dict[s
     output, log = folder / straight.name, folder / "log"
     command = filled(kind.command, output)
     was_killed = killed_after(seconds, command, log, output)
-    saved = sorted((path.name for path in output.glob("checkpoint-*")), key=lambda name: int(name.split("-")[1]))
+    reached = kind.reached(output)
     if was_killed:
-        finish([*command, *(kind.go_on if saved else ())], log, output)
+        finish([*command, *(kind.go_on if reached else ())], log, output)
     return {
         "after_seconds": round(seconds, 2),
         "killed": was_killed,
-        "newest_checkpoint": saved[-1] if saved else None,
+        "reached": reached,
         "differences": differences(kind, straight, output),
     }
 
@@ -227,7 +249,7 @@ def filled(command: Sequence[str], output: Path) -> list[str]:
 
 
 def make_kinds(start: Path, hub: Any) -> dict[str, Kind]:
-    """Return the runs by name: training in one process and in two, warm start, laboratory, training with a push."""
+    """Return the runs by name: training in one process, in two and with a push, warm start, laboratory, a study."""
     shared = (
         f"--model_name_or_path {start / 'model'} --output_dir {{output}} --use_peft --lora_r 4 --use_cpu --bf16 false"
     )
@@ -244,11 +266,13 @@ def make_kinds(start: Path, hub: Any) -> dict[str, Kind]:
     lab = "scripts/run_lab.py --preset smoke --output {output} --warm_start_epochs 2 --sft_rows 16 --grpo_iterations 3"
     lab += " --grpo_interrupt 1 --exercise_iterations 2 --exercise_interrupt 1 --exercise_generations 2 --save_every 1"
     lab += " --draws 2"
+    study = f"scripts/benchmarks/learning.py --study smoke --model {start / 'model'} --output {{output}}"
     return {
         "one process": Kind(one, trained),
         "two processes": Kind(two, trained),
         "warm start": Kind(warm, imitated),
         "laboratory": Kind(lab.split(), laboratory, go_on=(), checkpoint=None),
+        "study": Kind(study.split(), studied, (), None, lambda output: newest(output / "logs", "*")),
         "push": Kind(
             [*one, "--push_to_hub", "--hub_strategy", "end", "--hub_model_id", "owner/{run}"],
             lambda folder: pushed(hub, folder),
@@ -302,7 +326,7 @@ def kills_table(kills: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
         table.add_column(heading, justify="right")
     for name, found in kills.items():
         done = [one for one in found if one["killed"]]
-        early = sum(one["newest_checkpoint"] is None for one in done)
+        early = sum(one["reached"] is None for one in done)
         different = sum(bool(one["differences"]) for one in done)
         table.add_row(name, *map(str, (len(done), early, len(done) - different, different)))
     return table
@@ -352,7 +376,8 @@ def main() -> int:
             kills = report["kills"].setdefault(name, [])
             while sum(one["killed"] for one in kills) < given.kills:  # a moment may lie behind the end
                 wrote, ended = report["straight"][name]
-                moment = random.Random(f"{given.seed} {name} {len(kills)}").uniform(0.0, ended - wrote)
+                part = len(kills) % given.kills + random.Random(f"{given.seed} {name} {len(kills)}").random()
+                moment = part / given.kills * (ended - wrote)  # one in each tenth of the run, say
                 place = folder / f"kill_{len(kills):02d}"
                 shutil.rmtree(place, ignore_errors=True)
                 kills.append(one_kill(kind, place, straight, moment))

@@ -11,9 +11,9 @@ the tests alone read, once each; validation projects are those of training.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -24,6 +24,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from common import console
 from rich.table import Table
@@ -32,6 +33,9 @@ from turngrpo.data_prep import split_by_project
 from turngrpo.trainer.files import sha256
 
 ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "scripts")]
+from lib.output import write_json  # noqa: E402
+
 RECIPES = ROOT / "scripts" / "recipes" / "learning"
 METRICS = {
     "update_accuracy/balanced": "balanced",
@@ -90,12 +94,16 @@ class Study:
 
 @dataclass(frozen=True)
 class Stage:
-    """A command and the folder or file that it leaves; `trains` says that it has checkpoints to go on from."""
+    """A command and the folder or file that it leaves.
+
+    `trains` says that it has checkpoints to go on from, `test_fraction` how many projects of a corpus are set apart.
+    """
 
     name: str
     command: list[str]
     output: Path
     trains: bool = False
+    test_fraction: float | None = None
 
 
 def as_options(*parts: Mapping[str, Any]) -> list[str]:
@@ -118,7 +126,7 @@ def stages(study: Study, model: str, source: list[str], root: Path) -> Iterator[
     options = {name: value for name, value in study.corpus.items() if name != "kind"}
     given = {"source": source} if source else {}
     corpus = ["prepare_corpus.py", study.corpus["kind"], *as_options(options, given), "--output", str(whole)]
-    yield Stage("corpus", corpus, whole)
+    yield Stage("corpus", corpus, whole, test_fraction=study.test_fraction)
     reading, learning = dict(study.reading), {"corpus": develop}
     for name, own in study.warm_starts.items():
         folder = {"model_name_or_path": model, "output_dir": root / "warm" / name}
@@ -177,6 +185,7 @@ def run(stage: Stage, root: Path, until: float | None) -> float:
         return before["seconds"]
     if until is not None and time.time() > until:
         raise OutOfTime
+    end_orphan(before)
     command = list(stage.command)
     if stage.trains and any(stage.output.glob("checkpoint-*")):
         command += ["--resume_from_checkpoint", "true"]
@@ -191,6 +200,7 @@ def run(stage: Stage, root: Path, until: float | None) -> float:
         process = subprocess.Popen(
             [sys.executable, *launched(command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         )
+        write_json(record, {"command": stage.command, "seconds": before["seconds"], "process": process.pid})
         try:
             process.wait(None if until is None else max(0.0, until - started))
         except subprocess.TimeoutExpired:
@@ -204,10 +214,19 @@ def run(stage: Stage, root: Path, until: float | None) -> float:
         if until is not None and time.time() > until:
             raise OutOfTime
         raise RuntimeError(f"stage {stage.name!r} ended with {process.returncode}; the end of {log}:\n{tail(log)}")
-    if stage.name == "corpus":
-        set_test_apart(stage.output, fraction=json.loads((root / "study.json").read_text())["test_fraction"])
+    if stage.test_fraction is not None:
+        set_test_apart(stage.output, stage.test_fraction)
     write_json(record, {"command": stage.command, "seconds": seconds, "digest": digest(stage.output)})
     return seconds
+
+
+def end_orphan(before: Mapping[str, Any]) -> None:
+    """Let the process of a stage whose driver was killed finish its update, and end: nobody looks after it."""
+    with contextlib.suppress(KeyError, psutil.NoSuchProcess):
+        process = psutil.Process(before["process"])
+        if process.cmdline()[1 : len(before["command"]) + 1] == launched(before["command"]):
+            process.terminate()
+            process.wait(GRACE)
 
 
 def launched(command: list[str]) -> list[str]:
@@ -226,13 +245,6 @@ def digest(output: Path) -> str:
     kept = sorted(path for path in output.rglob("*") if path.suffix in (".safetensors", ".jsonl"))
     kept = [path for path in kept if not any("checkpoint-" in part for part in path.relative_to(output).parts)]
     return hashlib.sha256("".join(f"{path.name} {sha256(path)}\n" for path in kept).encode()).hexdigest()
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
 
 
 def set_test_apart(whole: Path, fraction: float) -> None:

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 
 import learning
 import pytest
@@ -43,7 +44,9 @@ def test_every_stage_of_a_recipe_is_a_command_that_its_script_takes(path, tmp_pa
         "train.py": [TrainArguments, TurnGRPOConfig, ModelOptions],
         "evaluate.py": [EvaluateArguments],
     }
-    stages = list(learning.stages(Study.read(path), "model", ["packages"], tmp_path))
+    study = Study.read(path)
+    source = [] if study.corpus["kind"] == "needle" else ["packages"]
+    stages = list(learning.stages(study, "model", source, tmp_path))
     for stage in stages:
         script, *line = stage.command
         if script == "prepare_corpus.py":
@@ -107,6 +110,7 @@ class Scripts:
         (self.output / "model.safetensors").write_text("weights")
         return self
 
+    pid = 0
     returncode = property(lambda self: self.status)
 
     def wait(self, timeout=None):
@@ -147,6 +151,22 @@ def test_a_budget_begins_no_stage_and_stops_one_that_goes_on(tmp_path, monkeypat
     with pytest.raises(OutOfTime):
         learning.run(stage, tmp_path, until=1.0)
     assert json.loads((tmp_path / "stages" / "arm_a.json").read_text()) == {"command": ["train.py"], "seconds": 2.0}
+
+
+def test_a_stage_that_outlived_its_driver_is_ended(tmp_path, monkeypatch):
+    """Beside a second one in the same folder it would be refused."""
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    monkeypatch.setattr(learning, "ROOT", tmp_path)
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "slow.py").rename(tmp_path / "scripts" / "slow.py")
+    left = subprocess.Popen([sys.executable, *learning.launched(["slow.py", "--seed", "1"])])
+    before = {"command": ["slow.py", "--seed", "1"], "process": left.pid}
+    learning.end_orphan(before | {"command": ["slow.py", "--seed", "2"]})  # another program got the number since
+    assert left.poll() is None
+    learning.end_orphan(before)
+    left.wait(10)
+    learning.end_orphan(before)  # gone
+    learning.end_orphan({"seconds": 0.0})  # never begun
 
 
 def test_tables_hold_what_the_tests_found_with_its_intervals():
