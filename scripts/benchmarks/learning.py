@@ -274,6 +274,8 @@ def policies(study: Study, root: Path) -> dict[str, dict[str, Any]]:
     for name, test in study.tests.items():
         report = json.loads((root / "tests" / f"{name}.json").read_text(encoding="utf-8"))
         for label, policy in report["policies"].items():
+            if label == "base":  # of an arm: its warm start, which has a test of its own
+                continue
             own = label in ("adapter", "model")
             against = {} if not own else report.get(f"{label}_minus_base") or {}
             found[name if own else f"{name}: {label}"] = {
@@ -285,30 +287,41 @@ def policies(study: Study, root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def cell(policy: Mapping[str, Any], name: str, key: str = "metrics") -> str:
-    """Return a number with its 95% interval, or a dash."""
+def cell(policy: Mapping[str, Any], name: str, key: str, narrow: bool) -> str:
+    """Return a number ("metrics") or a paired difference ("gain") with its 95% interval, or a dash.
+
+    A narrow one has half the width of the interval, "0.50 ±0.25" for "0.50 [0.25, 0.75]".
+    """
     if key == "gain":
-        one = policy["gain"].get(name)
-        return (
-            "-" if one is None else f"{one['difference']:+.2f} [{one['interval'][0]:+.2f}, {one['interval'][1]:+.2f}]"
-        )
-    if name not in policy["metrics"]:
-        return "-"
-    bounds = policy["intervals"].get(name)
-    text = f"{policy['metrics'][name]:.2f}"
-    return text if bounds is None else f"{text} [{bounds[0]:.2f}, {bounds[1]:.2f}]"
+        found = policy["gain"].get(name, {})
+        value, bounds, text = found.get("difference"), found.get("interval"), "{:+.2f}"
+    else:
+        value, bounds, text = policy["metrics"].get(name), policy["intervals"].get(name), "{:.2f}"
+    if value is None or bounds is None:
+        return "-" if value is None else text.format(value)
+    if narrow:
+        return f"{text.format(value)} ±{(bounds[1] - bounds[0]) / 2:.2f}"
+    return f"{text.format(value)} [{', '.join(map(text.format, bounds))}]"
 
 
-def tables(found: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str], list[list[str]]]]:
+def tables(
+    found: Mapping[str, Mapping[str, Any]], narrow: bool = False
+) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return (title, headings, rows) of what the policies did, and of the differences to their warm starts."""
     shown = [name for name in METRICS if any(name in policy["metrics"] for policy in found.values())]
-    did = [[name, *(cell(policy, metric) for metric in shown)] for name, policy in found.items()]
-    gained = [[name, *(cell(p, metric, "gain") for metric in shown)] for name, p in found.items() if p["gain"]]
     rows = next(iter(found.values()))["rows"]
     headings = ["policy", *(METRICS[name] for name in shown)]
+    titles = {
+        "metrics": f"{rows} rows of the test projects, 95% intervals",
+        "gain": "paired difference to the warm start",
+    }
     return [
-        (f"{rows} rows of the test projects, 95% intervals", headings, did),
-        ("paired difference to the warm start", headings, gained),
+        (
+            title,
+            headings,
+            [[name, *(cell(p, one, key, narrow) for one in shown)] for name, p in found.items() if p[key]],
+        )
+        for key, title in titles.items()
     ]
 
 
@@ -421,7 +434,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     found = policies(study, root)
     write_report(study, root, found, seconds)
-    for title, headings, rows in tables(found):
+    for title, headings, rows in tables(found, narrow=True):
         table = Table(*headings, title=title)
         for row in rows:
             table.add_row(*row)
