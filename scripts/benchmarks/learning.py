@@ -16,11 +16,12 @@ import hashlib
 import json
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,9 @@ GRACE = 1800  # seconds in which a training that is told to stop finishes its up
 class Study:
     """A recipe: options of the commands by part. `warm_starts`, `arms` and `tests` are by name.
 
-    An arm has the options of train.py and "from", a warm start; a test has the options of evaluate.py and "of", an
-    arm, a warm start or "model".
+    An arm has the options of train.py and "from", a warm start or "model"; a test has the options of evaluate.py and
+    "of", an arm, a warm start or "model". An arm with "seeds" is one for each, called NAME_seed_SEED, as are its tests
+    ("NAME, seed SEED").
     """
 
     corpus: Mapping[str, Any]  # of prepare_corpus.py, with "kind"
@@ -80,16 +82,38 @@ class Study:
             held = sorted(found) if isinstance(found, dict) else type(found).__name__
             raise ValueError(f"{path}: found {held}, expected {sorted(expected)}")
         study = cls(**found)
+        starts = ["model", *study.warm_starts]
         for name, arm in study.arms.items():
-            if arm.get("from") not in study.warm_starts:
-                raise ValueError(
-                    f"{path}: arm {name} is from {arm.get('from')!r}, expected one of {list(study.warm_starts)}"
-                )
-        known = ["model", *study.warm_starts, *study.arms]
+            if arm.get("from") not in starts:
+                raise ValueError(f"{path}: arm {name} is from {arm.get('from')!r}, expected one of {starts}")
+        known = [*starts, *study.arms]
         for name, test in study.tests.items():
             if test.get("of") not in known:
                 raise ValueError(f"{path}: test {name} is of {test.get('of')!r}, expected one of {known}")
-        return study
+        return replace(study, arms=study.every_arm(), tests=study.every_test())
+
+    def every_arm(self) -> dict[str, Mapping[str, Any]]:
+        """Return the arms, each with one seed; "series" is the name it has in the recipe."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for name, arm in self.arms.items():
+            options = {key: value for key, value in arm.items() if key != "seeds"} | {"series": name}
+            seeds = arm.get("seeds")
+            found |= {f"{name}_seed_{seed}": options | {"seed": seed} for seed in seeds} if seeds else {name: options}
+        return found
+
+    def every_test(self) -> dict[str, Mapping[str, Any]]:
+        """Return the tests, each of one arm, warm start or the model."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for name, test in self.tests.items():
+            seeds = self.arms.get(test["of"], {}).get("seeds") or []
+            found |= {f"{name}, seed {seed}": {**test, "of": f"{test['of']}_seed_{seed}"} for seed in seeds}
+            found |= {} if seeds else {name: test}
+        return found
+
+    def start(self, arm: str, model: str, root: Path) -> Path | str:
+        """Return the model that an arm starts from."""
+        start = self.arms[arm]["from"]
+        return model if start == "model" else root / "warm" / start
 
 
 @dataclass(frozen=True)
@@ -133,8 +157,8 @@ def stages(study: Study, model: str, source: list[str], root: Path) -> Iterator[
         command = ["sft.py", *as_options(read_by_sft(reading), study.warm_start, own, learning, folder)]
         yield Stage(f"warm {name}", command, root / "warm" / name, trains=True)
     for name, arm in study.arms.items():
-        own = {key: value for key, value in arm.items() if key != "from"}
-        folder = {"model_name_or_path": root / "warm" / arm["from"], "output_dir": root / "arms" / name}
+        own = {key: value for key, value in arm.items() if key not in ("from", "series")}
+        folder = {"model_name_or_path": study.start(name, model, root), "output_dir": root / "arms" / name}
         command = ["train.py", *as_options(reading, study.training, own, learning, folder)]
         yield Stage(f"arm {name}", command, root / "arms" / name, trains=True)
     for name, one in study.tests.items():
@@ -144,7 +168,7 @@ def stages(study: Study, model: str, source: list[str], root: Path) -> Iterator[
             who = {"model": model}
         elif one["of"] in study.arms:
             version = root / "arms" / one["of"] / "adapters" / one["of"] / "latest"
-            who = {"model": root / "warm" / study.arms[one["of"]]["from"], "adapter": version}
+            who = {"model": study.start(one["of"], model, root), "adapter": version}
         output = root / "tests" / f"{name}.json"
         said = {"corpus": test, "split": "all", "output": output, "trajectories": output.with_suffix(".parquet")}
         command = ["evaluate.py", *as_options(reading, study.testing, who, own, said)]
@@ -281,6 +305,7 @@ def policies(study: Study, root: Path) -> dict[str, dict[str, Any]]:
             found[name if own else f"{name}: {label}"] = {
                 **policy,
                 "of": test["of"],
+                "series": study.arms.get(test["of"], {}).get("series") if own else None,
                 "rows": report["rows"],
                 "gain": against,
             }
@@ -315,14 +340,31 @@ def tables(
         "metrics": f"{rows} rows of the test projects, 95% intervals",
         "gain": "paired difference to the warm start",
     }
-    return [
-        (
-            title,
-            headings,
-            [[name, *(cell(p, one, key, narrow) for one in shown)] for name, p in found.items() if p[key]],
-        )
-        for key, title in titles.items()
-    ]
+
+    def lines(key: str) -> list[list[str]]:
+        chosen = {name: policy for name, policy in found.items() if policy[key]}
+        return [[name, *(cell(one, metric, key, narrow) for metric in shown)] for name, one in chosen.items()]
+
+    made = [(title, headings, lines(key)) for key, title in titles.items()]
+    of_series = [[name, *(spread(of, metric) for metric in shown)] for name, of in by_series(found).items()]
+    if of_series:
+        made.append(("mean over the seeds, with the lowest and the highest", headings, of_series))
+    return [one for one in made if one[2]]
+
+
+def by_series(found: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the policies of every arm that has several seeds."""
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    for policy in found.values():
+        if policy["series"]:
+            series.setdefault(policy["series"], []).append(policy)
+    return {name: of for name, of in series.items() if len(of) > 1}
+
+
+def spread(of: Sequence[Mapping[str, Any]], metric: str) -> str:
+    """Return the mean over seeds with the lowest and the highest value, or a dash."""
+    values = [policy["metrics"][metric] for policy in of if metric in policy["metrics"]]
+    return f"{statistics.mean(values):.2f} ({min(values):.2f}-{max(values):.2f})" if values else "-"
 
 
 def draw_policies(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
@@ -359,18 +401,23 @@ def draw_policies(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
 
 
 def draw_curves(study: Study, root: Path, path: Path) -> None:
-    """Draw the validation reward of every arm over its updates."""
+    """Draw the validation reward over the updates: the mean over an arm's seeds, and the band of all of them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7, 3.6))
-    for name in study.arms:
-        logs = map(json.loads, (root / "arms" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        points = [(log["update"], log["eval_reward"]) for log in logs if "eval_reward" in log]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+    series: dict[str, dict[int, list[float]]] = {}
+    for name, arm in study.arms.items():
+        for line in (root / "arms" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            log = json.loads(line)
+            if "eval_reward" in log:
+                series.setdefault(arm["series"], {}).setdefault(log["update"], []).append(log["eval_reward"])
+    for name, points in series.items():
+        means, lowest, highest = ([of(values) for values in points.values()] for of in (statistics.mean, min, max))
+        (curve,) = axis.plot(list(points), means, marker=".", label=name)
+        axis.fill_between(list(points), lowest, highest, color=curve.get_color(), alpha=0.2, linewidth=0)
     axis.set_xlabel("update")
     axis.set_title("validation reward", fontsize=10)
     axis.grid(alpha=0.3)

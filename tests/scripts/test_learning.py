@@ -75,7 +75,7 @@ def test_who_reads_what(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"arms": {"a": {"from": "gone"}}}, "arm a is from 'gone', expected one of ['w']"),
+    ({"arms": {"a": {"from": "gone"}}}, "arm a is from 'gone', expected one of ['model', 'w']"),
     ({"tests": {"t": {}}}, "test t is of None, expected one of ['model', 'w', 'a']"),
     ({"more": {}}, "'more'"),
 ])  # fmt: skip
@@ -171,8 +171,24 @@ def test_a_stage_that_outlived_its_driver_is_ended(tmp_path, monkeypatch):
 
 def test_tables_hold_what_the_tests_found_with_its_intervals():
     policy = {"metrics": {"exit/exact": 0.5}, "intervals": {"exit/exact": [0.25, 0.75]}, "rows": 8, "gain": {}}
+    policy |= {"series": None}
     gain = {"exit/exact": {"difference": 0.25, "interval": [-0.125, 0.5]}}
     (_, headings, did), (_, _, gained) = learning.tables({"warm": policy, "arm": policy | {"gain": gain}})
     assert headings == ["policy", "exact exit"]
     assert did == [["warm", "0.50 [0.25, 0.75]"], ["arm", "0.50 [0.25, 0.75]"]]
     assert gained == [["arm", "+0.25 [-0.12, +0.50]"]]
+    (_, _, did) = learning.tables({"warm": policy}, narrow=True)[0]
+    assert did == [["warm", "0.50 ±0.25"]]
+
+
+def test_an_arm_with_seeds_is_one_for_each(tmp_path):
+    arms = {"a": {"from": "model", "alpha": 1.0, "seeds": [3, 4]}}
+    study = Study.read(study_file(tmp_path, arms=arms, tests={"t": {"of": "a"}, "start": {"of": "w"}}))
+    assert list(study.arms) == ["a_seed_3", "a_seed_4"] and list(study.tests) == ["t, seed 3", "t, seed 4", "start"]
+    commands = {s.name: " ".join(s.command) for s in learning.stages(study, "m", [], tmp_path)}
+    assert "--alpha 1.0 --seed 4" in commands["arm a_seed_4"] and "series" not in commands["arm a_seed_4"]
+    assert "--model_name_or_path m " in commands["arm a_seed_4"]
+    assert f"--model m --adapter {tmp_path}/arms/a_seed_4/" in commands["test t, seed 4"]
+    seeds = [{"metrics": {"exit/exact": one}, "intervals": {}, "rows": 8, "gain": {}, "series": "a"} for one in (0, 1)]
+    title, _, lines = learning.tables({"t, seed 3": seeds[0], "t, seed 4": seeds[1]})[-1]
+    assert title.startswith("mean over the seeds") and lines == [["a", "0.50 (0.00-1.00)"]]
