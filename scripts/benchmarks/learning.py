@@ -134,12 +134,12 @@ def as_options(*parts: Mapping[str, Any]) -> list[str]:
     """Return options as a command line, later parts over earlier ones.
 
     >>> as_options({"seed": 1, "use_peft": True, "hops": [1, 2]}, {"seed": 2, "instruction": None})
-    ['--seed', '2', '--use_peft', 'true', '--hops', '1', '2']
+    ['--seed', '2', '--use_peft', '--hops', '1', '2']
     """
     line: list[str] = []
     for name, value in {key: value for part in parts for key, value in part.items()}.items():
         if value is not None:
-            values = value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [] if value is True else [value]
             line += [f"--{name}", *(str(one).lower() if isinstance(one, bool) else str(one) for one in values)]
     return line
 

@@ -4,8 +4,10 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import learning
+import psutil
 import pytest
 from arguments.commands import EvaluateArguments
 from learning import OutOfTime, Stage, Study
@@ -160,6 +162,8 @@ def test_a_stage_that_outlived_its_driver_is_ended(tmp_path, monkeypatch):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "slow.py").rename(tmp_path / "scripts" / "slow.py")
     left = subprocess.Popen([sys.executable, *learning.launched(["slow.py", "--seed", "1"])])
+    while "slow.py" not in " ".join(psutil.Process(left.pid).cmdline()):
+        time.sleep(0.01)  # it is a copy of this one until then
     before = {"command": ["slow.py", "--seed", "1"], "process": left.pid}
     learning.end_orphan(before | {"command": ["slow.py", "--seed", "2"]})  # another program got the number since
     assert left.poll() is None
