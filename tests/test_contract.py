@@ -622,6 +622,8 @@ trainer/warm_start.py
     trl.SFTTrainer().control
     trl.SFTTrainer().model
     trl.SFTTrainer().processing_class
+    trl.SFTTrainer().state
+    trl.SFTTrainer().train_dataset
     trl.SFTTrainer._finalize_training(self, trial, num_train_samples, start_time)
     trl.SFTTrainer._load_rng_state(self, checkpoint)
     trl.SFTTrainer._run_epoch(self, model, epoch, train_dataloader, steps_in_epoch, num_update_steps_per_epoch, trial,
@@ -629,6 +631,7 @@ trainer/warm_start.py
     trl.SFTTrainer._save_checkpoint(self, model, trial)
     trl.SFTTrainer.add_callback(self, callback)
     trl.SFTTrainer.create_model_card(self, model_name, dataset_name, tags)
+    trl.SFTTrainer.get_batch_samples(self, epoch_iterator, num_batches, device)
     trl.SFTTrainer.remove_callback(self, callback)
     trl.SFTTrainer.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
 """

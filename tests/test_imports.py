@@ -37,7 +37,7 @@ ORDER = """
     scripts/arguments   commands
     scripts/lib         adapters tokenizing loading served reporting
     scripts/jobs        gpu_memory quickstart evaluating reading inspecting stopping training imitating exporting
-    scripts/lab         __init__ archive config stages data training testing report experiment
+    scripts/lab         __init__ archive config stages data training testing exercise probes report experiment
     scripts/page        __init__ sources turns texts counting charts embedding writing
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
     scripts/benchmarks  gpu_check endurance ledger_cost learning

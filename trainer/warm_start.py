@@ -175,7 +175,8 @@ class ExactSFTTrainer(SFTTrainer):
     """trl's SFTTrainer whose resumed runs end identical to uninterrupted ones, to the last bit.
 
     `allow_changed` names what a resume may go on with although it differs from the checkpoint's, on purpose.
-    `seconds` by purpose (optimisation, validation, saving) are kept outside the checkpoints.
+    `seconds` by purpose (optimisation, validation, saving) are kept outside the checkpoints. `updates` says of every
+    update which examples of this process it was made of, by place in the dataset, and over how many tokens.
     """
 
     _total_train_tokens: int
@@ -184,6 +185,11 @@ class ExactSFTTrainer(SFTTrainer):
         super().__init__(*args, **kwargs)
         self.checkpoints = ExactCheckpoints(self, self._run_state, self._restore_run, allow_changed=allow_changed)
         self.seconds = {"optimisation": 0.0, "validation": 0.0, "saving": 0.0}
+        self.updates: list[dict[str, Any]] = []
+        data: Any = self.train_dataset
+        known = isinstance(data, Dataset) and "input_ids" in data.column_names
+        examples = enumerate(data["input_ids"] if known else ())
+        self._places = {tuple(ids): place for place, ids in reversed(list(examples))}  # the first of equal ones
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -192,8 +198,8 @@ class ExactSFTTrainer(SFTTrainer):
         yield
         self.seconds[name] += time.perf_counter() - started
 
-    # ---- replaces train, _run_epoch, _save_checkpoint, _load_rng_state, _finalize_training of transformers' Trainer
-    # (5.24) ----
+    # ---- replaces train, _run_epoch, get_batch_samples, _save_checkpoint, _load_rng_state, _finalize_training of
+    # transformers' Trainer (5.24) ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         self.seconds = dict.fromkeys(self.seconds, 0.0)
@@ -208,6 +214,13 @@ class ExactSFTTrainer(SFTTrainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*args, **kwargs)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, tokens = super().get_batch_samples(*args, **kwargs)
+        places = [self._places.get(ids) for batch in batches for ids in whole_rows(batch)]
+        update = {"update": self.state.global_step + 1, "examples": places}
+        self.updates.append(update | {"tokens": None if tokens is None else int(tokens)})
+        return batches, tokens
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write nothing: trl's card names a local base "None"; an exported version has one of its own."""
@@ -225,10 +238,18 @@ class ExactSFTTrainer(SFTTrainer):
         return self.checkpoints.finish(partial(super()._finalize_training, *args, **kwargs))
 
     def _run_state(self) -> dict[str, Any]:
-        return {"train_tokens": self._total_train_tokens}
+        return {"train_tokens": self._total_train_tokens, "updates": self.updates}
 
     def _restore_run(self, state: dict[str, Any]) -> None:
-        self._total_train_tokens = state["train_tokens"]
+        self._total_train_tokens, made = state["train_tokens"], list(state.get("updates", ()))
+        self.updates = made + [one for one in self.updates if one["update"] > len(made)]  # its batch is drawn by now
+
+
+def whole_rows(batch: Mapping[str, Any]) -> Iterator[tuple[int, ...]]:
+    """Yield the token ids of every row of a batch without its padding; none of one that is not padded."""
+    if "input_ids" in batch and "attention_mask" in batch:
+        for ids, kept in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+            yield tuple(ids[kept.bool()].tolist())
 
 
 def completion_nll(policy: Policy, examples: Dataset, pad_id: int, max_tokens: int = 16384) -> float:

@@ -42,7 +42,7 @@ TOPICS = {
         "eval_strategy eval_steps per_device_eval_batch_size num_generations_eval load_best_model_at_end "
         "metric_for_best_model early_stopping_patience early_stopping_threshold validation_rows validation_members "
         "members cluster baselines compare_base compare_ungated compare_document trivial_policies allow_overlap draws "
-        "test_rows"
+        "test_rows probe_rows"
     ),
     "output": (
         "output_dir output trajectories megabytes adapter_name ledger json tokens name adapters_dir metrics merge "

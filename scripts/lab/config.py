@@ -54,13 +54,14 @@ class LabConfig:
     draws: int = _option(4, "Sampled responses to every test problem, beside the greedy one.")
     validation_rows: int = _option(200, "The first so many of the 200 validation problems are measured.")
     test_rows: int = _option(200, "The first so many of the 200 test problems are asked, half of them OOD100; even.")
+    probe_rows: int = _option(16, "The answers of so many validation problems are the prefixes of the probes.")
     save_every: int = _option(50, "Updates between checkpoints that a killed stage goes on from.")
 
     def __post_init__(self) -> None:
         if self.model == SOURCE_MODEL and self.revision is None:
             self.revision = SOURCE_REVISION
         for name in (
-            "batch_size micro_batch_size prompts updates_per_rollout draws save_every max_prompt_length "
+            "batch_size micro_batch_size prompts updates_per_rollout draws probe_rows save_every max_prompt_length "
             "max_completion_length"
         ).split():
             self._require(getattr(self, name) >= 1, name, "1 or more")

@@ -43,7 +43,8 @@ def make_data(folder: Path, config: LabConfig) -> None:
     write_rows(folder / "sft.jsonl", further[: config.sft_rows], imitated)
     write_rows(folder / "rl.jsonl", further, ["id", "prompt", "problem"])
     write_rows(folder / "validation.jsonl", validation, imitated)
-    write_rows(folder / "test_prompts.jsonl", test, ["id", "prompt"])
+    asked = [row | {"stratum": row["problem"]["stratum"]} for row in test]
+    write_rows(folder / "test_prompts.jsonl", asked, ["id", "prompt", "stratum"])
     write_rows(folder / "test_labels.jsonl", test, ["id", "problem"])
 
 

@@ -1,9 +1,11 @@
-"""The experiment as a list of stages, in order: data, four kinds of learning, tests of fixed models, report."""
+"""The experiment as a list of stages, in order: data, learning, the test of what was learnt, the exercise, report."""
 
 from typing import Any
 
 from .config import LabConfig
 from .data import make_data, make_model
+from .exercise import SEEN, check_exercise, protect
+from .probes import divergences, probe
 from .report import write_report
 from .stages import Stage
 from .testing import compare, respond, score_responses
@@ -11,40 +13,64 @@ from .training import train_grpo, train_sft
 
 
 def stages(config: LabConfig) -> list[Stage]:
-    """Return every stage; each branch runs straight, interrupted and resumed, and the two ends are compared."""
+    """Return every stage; each branch runs straight, interrupted and resumed, and the two ends are compared.
+
+    The main branches are tested and scored, and what they left is protected, before the exercise begins.
+    """
     start, sft_data = "model/weights", {"validation": "data/validation.jsonl"}
     warm_start = "warm_start/straight/model"
-    supervised = [
-        *sft_branch("warm_start", start, sft_data | {"examples": "data/warm_start.jsonl"}, config.warm_start_epochs),
-        *sft_branch("sft", warm_start, sft_data | {"examples": "data/sft.jsonl"}, config.sft_epochs),
-    ]
-    main = (config.generations, config.grpo_iterations, config.grpo_interrupt)
-    reinforced = {"grpo": grpo_branch("grpo", warm_start, *main)}
-    for size in config.exercise_generations:
-        exercise = (size, config.exercise_iterations, config.exercise_interrupt)
-        reinforced[f"grpo_g{size}"] = grpo_branch(f"grpo_g{size}", warm_start, *exercise)
-    branches = ["warm_start", "sft", *reinforced]
+    sizes = {"grpo": config.generations} | {f"grpo_g{size}": size for size in config.exercise_generations}
+    main, exercise = ["warm_start", "sft", "grpo"], [name for name in sizes if name != "grpo"]
+    lengths = (config.exercise_iterations, config.exercise_interrupt)
+    exercised = [grpo_branch(name, warm_start, sizes[name], *lengths) for name in exercise]
     return [
         Stage("model", make_model),
         Stage("data", make_data),
-        *supervised,
-        *(stage for branch in reinforced.values() for stage in branch),
+        *sft_branch("warm_start", start, sft_data | {"examples": "data/warm_start.jsonl"}, config.warm_start_epochs),
+        *sft_branch("sft", warm_start, sft_data | {"examples": "data/sft.jsonl"}, config.sft_epochs),
+        *grpo_branch("grpo", warm_start, config.generations, config.grpo_iterations, config.grpo_interrupt),
+        *test_stages(main, "scores"),
+        Stage("main", protect, artefacts(main)),
+        *(stage for stages_of_one in exercised for stage in stages_of_one),
+        *test_stages(exercise, "exercise/scores"),
+        Stage(
+            "exercise/checks",
+            check_exercise,
+            {"main": "main/main.json", **artefacts(main), **{f"{n}{SEEN}": f"{n}/straight/rollouts" for n in sizes}},
+            {"sizes": sizes},
+        ),
         *(
             Stage(
-                f"responses/{branch}",
-                respond,
-                {"model": f"{branch}/straight/model", "prompts": "data/test_prompts.jsonl"},
+                f"probes/{name}",
+                probe,
+                {"model": f"{name}/straight/model", "examples": "data/validation.jsonl"},
             )
-            for branch in branches
+            for name in main + exercise
         ),
-        Stage(
-            "scores",
-            score_responses,
-            {"labels": "data/test_labels.jsonl"}
-            | {branch: f"responses/{branch}/responses.parquet" for branch in branches},
-        ),
-        Stage("report", write_report, report_inputs(branches), {"branches": branches}),
+        Stage("divergences", divergences, {name: f"probes/{name}/probes.safetensors" for name in main + exercise}),
+        Stage("report", write_report, report_inputs(main + exercise), {"branches": main + exercise}),
     ]
+
+
+def test_stages(branches: list[str], scores: str) -> list[Stage]:
+    """Return the answering of the test by every branch, which is given no label, and the scoring of the answers."""
+    answering = [
+        Stage(
+            f"responses/{name}",
+            respond,
+            {"model": f"{name}/straight/model", "prompts": "data/test_prompts.jsonl"},
+        )
+        for name in branches
+    ]
+    given = {"labels": "data/test_labels.jsonl"} | {n: f"responses/{n}/responses.parquet" for n in branches}
+    return [*answering, Stage(scores, score_responses, given)]
+
+
+def artefacts(branches: list[str]) -> dict[str, str]:
+    """Return what branches and their test left, under names of their own."""
+    models = {f"{name}__model": f"{name}/straight/model" for name in branches}
+    responses = {f"{name}__responses": f"responses/{name}/responses.parquet" for name in branches}
+    return models | responses | {"scores": "scores/scores.json"}
 
 
 def sft_branch(name: str, model: str, data: dict[str, str], epochs: int) -> list[Stage]:
@@ -80,7 +106,13 @@ def branch(
 
 def report_inputs(branches: list[str]) -> dict[str, str]:
     """Return what the report reads: facts, scores, comparisons, histories and costs, under names it can take apart."""
-    inputs = {"model_facts": "model/model.json", "scores": "scores/scores.json"}
+    inputs = {
+        "model_facts": "model/model.json",
+        "scores": "scores/scores.json",
+        "exercise_scores": "exercise/scores/scores.json",
+        "exercise": "exercise/checks/exercise.json",
+        "divergences": "divergences/divergences.json",
+    }
     for name in branches:
         inputs[f"{name}__comparison"] = f"{name}/comparison/comparison.json"
         inputs[f"{name}__history"] = f"{name}/straight/history.json"

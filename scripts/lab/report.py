@@ -30,7 +30,9 @@ def write_report(folder: Path, config: LabConfig, *, branches: list[str], **inpu
     results = {
         "config": asdict(config),
         "model": found["model_facts"],
-        "test": found["scores"],
+        "test": found["scores"] | found["exercise_scores"],
+        "exercise": found["exercise"],
+        "divergences": found["divergences"],
         "resume": {name: found[f"{name}__comparison"] for name in branches},
         "costs": {name: {kind: found[f"{name}__{kind}_costs"] for kind in (*KINDS, "responses")} for name in branches},
         "archives": {name: {kind: found[f"{name}__{kind}_archive"] for kind in KINDS} for name in branches},
@@ -61,6 +63,17 @@ def markdown(results: Mapping[str, Any]) -> str:
         "![training](training.png)",
         "## Interrupted and resumed against straight",
         table(["branch", "identical", "fields compared", "rollouts compared"], resume_rows(results["resume"])),
+        "## The exercise",
+        exercise_section(results["exercise"]),
+        table(["branch", "problems", "responses", "updates"], budget_rows(results["exercise"]["budgets"])),
+        table(
+            ["group made by hand", "rewards", "advantages", "surrogate", "largest gradient of a token"],
+            constructed_rows(results["exercise"]["constructed"]),
+        ),
+        "## Distance between policies",
+        f"Mean KL(row || column) over {results['divergences']['prefixes']} prefixes of validation answers, over the "
+        "whole vocabulary, in nats.",
+        table(["policy", *results["divergences"]["kl"]], divergence_rows(results["divergences"]["kl"])),
         "## Costs, seconds by purpose and process",
         *cost_sections(results["costs"]),
         "## Full states, archived losslessly (tar, zstd)",
@@ -117,6 +130,36 @@ def resume_rows(resume: Mapping[str, Any]) -> list[list[Any]]:
         [name, "yes" if one["identical"] else "NO", one["fields"], one.get("rollouts", "")]
         for name, one in resume.items()
     ]
+
+
+def exercise_section(exercise: Mapping[str, Any]) -> str:
+    return (
+        f"{exercise['protected']} files of the main experiment had the same SHA-256 after the exercise as before. All "
+        f"group sizes saw the same {exercise['same_problems']} problems in the same order."
+    )
+
+
+def budget_rows(budgets: Mapping[str, Any]) -> list[list[Any]]:
+    return [[name, one["problems"], one["responses"], one["updates"]] for name, one in budgets.items()]
+
+
+def constructed_rows(groups: Mapping[str, Any]) -> list[list[Any]]:
+    """Return what a first update would make of groups with given rewards: nothing, where they are all equal."""
+    return [
+        [
+            name,
+            " ".join(f"{reward:g}" for reward in one["rewards"]),
+            " ".join(f"{advantage:+.3f}" for advantage in one["advantages"]),
+            f"{one['surrogate']:+.4f}",
+            f"{max(abs(gradient) for row in one['token_gradients'] for gradient in row):.4f}",
+        ]
+        for name, one in groups.items()
+    ]
+
+
+def divergence_rows(kl: Mapping[str, Mapping[str, float]]) -> list[list[Any]]:
+    cells = {name: {other: f"{value:.4f}" for other, value in others.items()} for name, others in kl.items()}
+    return [[name, *(others.get(other, "") for other in kl)] for name, others in cells.items()]
 
 
 def cost_sections(costs: Mapping[str, Any]) -> list[str]:

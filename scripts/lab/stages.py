@@ -9,7 +9,7 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -25,7 +25,7 @@ from turngrpo.trainer.writing import WriteError, writing
 
 from .config import LabConfig
 
-RECORD = "stage.json"
+RECORD, PEAKS = "stage.json", ".peaks.json"
 GOES_ON = "Finished stages are whole: the same command goes on from here"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")
 
@@ -87,24 +87,25 @@ class Laboratory:
         clean(partial, "unpacked-*")  # of a process that was killed
         started, begun = time.perf_counter(), datetime.now(UTC).isoformat(timespec="seconds")
         arguments = (stage.run, partial, self.config, {**inputs, **stage.options})
-        process = self._processes.Process(target=_in_process, args=arguments)
+        readable = [partial, *inputs.values()]
+        process = self._processes.Process(target=_in_process, args=(self.root, readable, *arguments))
         process.start()
         process.join()
         if process.exitcode != 0:
             raise RuntimeError(
                 f"stage {stage.name} ended with status {process.exitcode}; the same command goes on from it"
             )
-        peak = partial / ".peak_rss_mb"
+        peaks = partial / PEAKS
         record = {
             "name": stage.name,
             "started": begun,
             "seconds": round(time.perf_counter() - started, 3),
-            "peak_rss_mb": float(peak.read_text()),
+            **json.loads(peaks.read_text(encoding="utf-8")),
             "inputs": read,
             "options": dict(stage.options),
             "versions": {name: version(name) for name in PACKAGES},
         }
-        peak.unlink()
+        peaks.unlink()
         record["outputs"] = digests(partial, RECORD)
         write_json(partial / RECORD, record)
         for path in partial.rglob("*"):
@@ -158,8 +159,33 @@ class Laboratory:
                 )
 
 
-def _in_process(run: Callable[..., None], folder: Path, config: LabConfig, arguments: dict[str, Any]) -> None:
-    """What a stage's process does: set torch up, run, and leave its peak memory for the record."""
+def confine(root: Path, readable: Sequence[Path]) -> None:
+    """From now on let this process open, of what lies under `root`, nothing but `readable`; for good.
+
+    Raises PermissionError at the attempt. It is Python that is watched (sys.addaudithook): code that opens files by
+    itself, as safetensors and Arrow do, is told no other path, and is not stopped.
+    """
+    root, allowed = root.resolve(), [path.resolve() for path in readable]
+
+    def check(event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], str | bytes | os.PathLike):
+            return
+        path = Path(os.fsdecode(arguments[0])).resolve()
+        if path.is_relative_to(root) and not any(path.is_relative_to(one) for one in allowed):
+            raise PermissionError(f"{path} is no input of this stage: expected one of {', '.join(map(str, allowed))}")
+
+    sys.addaudithook(check)
+
+
+def _in_process(
+    root: Path,
+    readable: Sequence[Path],
+    run: Callable[..., None],
+    folder: Path,
+    config: LabConfig,
+    arguments: dict[str, Any],
+) -> None:
+    """What a stage's process does: confine itself, set torch up, run, and leave its peak memory for the record."""
     import datasets
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -174,9 +200,11 @@ def _in_process(run: Callable[..., None], folder: Path, config: LabConfig, argum
     torch.set_float32_matmul_precision("highest")  # no TF32
     try:
         with writing(str(folder), GOES_ON):
+            confine(root, readable)
             run(folder, config, **arguments)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1024 if sys.platform != "darwin" else 1024**2)
-            (folder / ".peak_rss_mb").write_text(f"{peak:.1f}")
+            accelerator = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else None
+            write_json(folder / PEAKS, {"peak_rss_mb": round(peak, 1), "peak_accelerator_mb": accelerator})
     except WriteError as error:
         fail(str(error))
 

@@ -27,10 +27,14 @@ GREEDY, DRAWS = "greedy", "draws"
 
 
 def respond(folder: Path, config: LabConfig, *, model: Path, prompts: Path) -> None:
-    """Answer every test prompt once greedily and `draws` times at temperature 1, on noise common to all policies."""
+    """Answer every test prompt once greedily and `draws` times at temperature 1, on noise common to all policies.
+
+    The strata are answered one after the other, so that each has its time.
+    """
     policy, tokenizer = load(model)
     rows, responses, costs = read_rows(prompts), [], {}
-    for kind, temperature, members in ((GREEDY, 0.0, 1), (DRAWS, 1.0, config.draws)):
+    asked = [(kind, stratum) for kind in ((GREEDY, 0.0, 1), (DRAWS, 1.0, config.draws)) for stratum in (ID50, OOD100)]
+    for (kind, temperature, members), stratum in asked:
         started = time.perf_counter()
         options = evaluation_config(
             eval_temperature=temperature,
@@ -39,9 +43,12 @@ def respond(folder: Path, config: LabConfig, *, model: Path, prompts: Path) -> N
             max_prompt_length=config.max_prompt_length,
             max_completion_length=config.max_completion_length,
         )
-        found = evaluate_policy(policy, tokenizer, SingleTurn(), rows, options, members=members, label=kind)
-        costs[f"time/{kind}"] = time.perf_counter() - started
-        costs[f"tokens/{kind}"] = sum(len(t.turns[0].completion_ids) for t in found.trajectories)
+        own = [row for row in rows if row["stratum"] == stratum]
+        label = f"{kind}, {stratum}"
+        found = evaluate_policy(policy, tokenizer, SingleTurn(), own, options, members=members, label=label)
+        costs[f"time/{label}"] = time.perf_counter() - started
+        costs[f"time/{label}, per response"] = costs[f"time/{label}"] / len(found.trajectories)
+        costs[f"tokens/{label}"] = sum(len(t.turns[0].completion_ids) for t in found.trajectories)
         responses += [
             {
                 "id": trajectory.row["id"],

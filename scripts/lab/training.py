@@ -23,9 +23,11 @@ from turngrpo.trainer.warm_start import fit, target_examples
 
 from .archive import archive_state, unpacked_state
 from .config import LabConfig
+from .data import read_rows
 from .stages import clean
 
 STATE, HISTORY, COSTS, ARCHIVE = "state.tar.zst", "history.json", "costs.json", "archive.json"
+UPDATES = "updates.json"  # of a supervised branch: the examples of every update, and its tokens
 SFT_COLUMNS = {"loss": "loss", "eval_nll": "validation NLL"}
 LISTED = 20  # examples in a message
 GRPO_COLUMNS = {"reward": "reward", "frac_reward_zero_std": "equal rewards", "loss": "loss"}
@@ -164,6 +166,9 @@ def train_sft(
             log=run_log(updates, SFT_COLUMNS),
         )
     costs = {f"time/{purpose}": seconds for purpose, seconds in trainer.seconds.items()}
+    ids = [row["id"] for row in read_rows(examples)]
+    updates_made = [one | {"examples": [ids[place] for place in one["examples"]]} for one in trainer.updates]
+    write_json(folder / UPDATES, updates_made)
     finish(folder, trainer, costs, keep_model)
 
 

@@ -15,7 +15,7 @@ import pytest
 import report
 import run_lab
 import torch
-from lab import data, experiment, stages, testing, training
+from lab import data, exercise, experiment, stages, testing, training
 from lab.archive import archive_state, unpacked_state
 from lab.config import LabConfig
 from lab.training import Checkpoints, optimizers
@@ -23,7 +23,8 @@ from lib.output import held
 from lib.schedule import learning_rate_factor
 from page import sources, turns
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig
 
 from turngrpo.data_prep import stock_arithmetic
@@ -133,7 +134,7 @@ def test_problems_lie_apart_by_use_and_prompts_hold_no_label(tmp_path):
     assert sizes == {
         "warm_start": 128, "sft": 872, "rl": 872, "validation": 200, "test_prompts": 200, "test_labels": 200,
     }  # fmt: skip
-    assert all(row.keys() == {"id", "prompt"} for row in rows["test_prompts"])
+    assert all(row.keys() == {"id", "prompt", "stratum"} for row in rows["test_prompts"])
     assert [row["id"] for row in rows["rl"]] == [row["id"] for row in rows["sft"]]
     assert not {row["id"] for row in rows["rl"]} & {row["id"] for row in rows["warm_start"]}
     answers = [f'"final_stock": {row["problem"]["final_stock"]}' for row in rows["test_labels"]]
@@ -158,8 +159,20 @@ def test_learning_sees_no_test_and_inference_no_label():
             model = stage.inputs["model"]
             assert dict(stage.inputs) == {"model": model, "prompts": "data/test_prompts.jsonl"}
             assert model.endswith("/straight/model")
+        if stage.run is experiment.probe:
+            assert stage.inputs["examples"] == "data/validation.jsonl"
         if "test_labels" in given:
-            assert stage.name == "scores"
+            assert stage.name in ("scores", "exercise/scores")
+
+
+def test_the_exercise_begins_when_the_main_experiment_is_protected():
+    names = [stage.name for stage in experiment.stages(LabConfig())]
+    for name in ("grpo/straight", "responses/warm_start", "responses/sft", "responses/grpo", "scores"):
+        assert names.index(name) < names.index("main") < names.index("grpo_g2/straight")
+    (main,) = (stage for stage in experiment.stages(LabConfig()) if stage.name == "main")
+    assert {"scores/scores.json", "grpo/straight/model", "responses/sft/responses.parquet"} <= set(
+        main.inputs.values()
+    )
 
 
 # ---- scores ----
@@ -442,6 +455,88 @@ def test_finished_stages_are_kept_and_every_artefact_is_checked(laboratory):
         laboratory.verify()
 
 
+def look_around(folder, config, *, number, elsewhere):
+    """Try to read what is no input: beside it, by a link, and by the whole path."""
+    (folder / "link").symlink_to(elsewhere)
+    said = []
+    for path in (number.parent / "secret", folder / "link", Path(elsewhere), Path(os.path.relpath(elsewhere))):
+        try:
+            said.append(path.read_text())
+        except PermissionError as error:
+            said.append(str(error).partition(":")[0])
+    (folder / "link").unlink()
+    (folder / "said.json").write_text(json.dumps([number.read_text(), *said]))
+
+
+def write_two(folder, config):
+    (folder / "number").write_text("1")
+    (folder / "secret").write_text("a label")
+
+
+def test_a_stage_can_open_nothing_but_its_inputs(laboratory):
+    laboratory.run(stages.Stage("first", write_two))
+    secret = laboratory.root / "first" / "secret"
+    assert secret.read_text() == "a label"
+    looking = stages.Stage("second", look_around, {"number": "first/number"}, {"elsewhere": str(secret)})
+    laboratory.run(looking)
+    said = json.loads((laboratory.root / "second" / "said.json").read_text())
+    assert said == ["1", *[f"{secret.resolve()} is no input of this stage"] * 4]
+
+
+# ---- the exercise ----
+
+
+def turn(iteration, group, member, update, row_id, tokens=2):
+    place = {"iteration": iteration, "group": group, "member": member, "update": update, "row_id": row_id}
+    return {"id": f"{iteration}-{group}-{member}-0", "behavior_logprobs": [-0.5] * tokens, **place}
+
+
+def test_groups_made_by_hand():
+    """Responses of 2, 2, 4 and 4 tokens; one right of four: (1 - 1/4) / (sqrt(3)/4) = sqrt(3), others -1/sqrt(3)."""
+    group = [turn(0, 0, member, 1, "a", 2 if member < 2 else 4) for member in (2, 0, 3, 1)]
+    for rewards in ([0.0] * 4, [1.0] * 4):
+        made = exercise.constructed(group, rewards)
+        assert made["advantages"] == [0.0] * 4 and made["surrogate"] == 0.0
+        assert [len(row) for row in made["token_gradients"]] == [2, 2, 4, 4]
+        assert not any(value for row in made["token_gradients"] for value in row)
+    made = exercise.constructed(group, [1.0, 0.0, 0.0, 0.0])
+    assert made["advantages"] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3], abs=1e-6)
+    assert made["surrogate"] == pytest.approx(0.0, abs=1e-9)  # the mean of minus the advantages
+    assert made["token_gradients"][0] == pytest.approx([-(3**0.5) / (4 * 2)] * 2, abs=1e-6)
+    assert made["token_gradients"][2] == pytest.approx([3**-0.5 / (4 * 4)] * 4, abs=1e-6)
+
+
+def test_budgets_and_problems_are_counted(tmp_path, monkeypatch):
+    config = LabConfig(prompts=1, generations=2, exercise_generations=[3], grpo_iterations=3, grpo_interrupt=1,
+                       exercise_iterations=2, exercise_interrupt=1, updates_per_rollout=1)  # fmt: skip
+    branches = {
+        name: [turn(i, 0, m, i + 1, f"row-{i}") for i in range(length) for m in range(size)]
+        for name, size, length in (("grpo", 2, 3), ("grpo_g3", 3, 2))
+    }
+    monkeypatch.setattr(exercise.ledger, "read", lambda path: pa.Table.from_pylist(branches[path.parent.name]))
+    (tmp_path / "kept").write_text("x")
+    exercise.protect(tmp_path, config, kept=tmp_path / "kept")
+    seen = {f"{name}_seen": tmp_path / name / "straight" / "rollouts" for name in branches}
+
+    def check():
+        given = {"main": tmp_path / "main.json", "kept": tmp_path / "kept", "sizes": {"grpo": 2, "grpo_g3": 3}}
+        exercise.check_exercise(tmp_path, config, **given, **seen)
+
+    check()
+    found = json.loads((tmp_path / "exercise.json").read_text())
+    assert found["budgets"]["grpo_g3"] == {"problems": 2, "responses": 6, "updates": 2}
+    assert (found["same_problems"], found["protected"]) == (2, 1)
+    branches["grpo_g3"][0]["row_id"] = branches["grpo_g3"][1]["row_id"] = branches["grpo_g3"][2]["row_id"] = "row-9"
+    with pytest.raises(ValueError, match="grpo_g3 saw other problems than grpo in the first 2 rollouts"):
+        check()
+    del branches["grpo_g3"][0]
+    with pytest.raises(ValueError, match="'responses': 5, .* expected .*'responses': 6"):
+        check()
+    (tmp_path / "kept").write_text("y")
+    with pytest.raises(ValueError, match="changed since the exercise began: kept/kept"):
+        check()
+
+
 def test_a_failed_stage_leaves_no_finished_one_and_can_be_run_again(laboratory):
     laboratory.run(FIRST)
     with pytest.raises(RuntimeError, match="stage second/part ended with status 3; the same command goes on from it"):
@@ -518,6 +613,13 @@ def test_the_whole_path_after_a_kill(finished):
     parts = [results["costs"]["grpo"][kind]["tokens/optimisation"] for kind in ("straight", "interrupted", "resumed")]
     assert parts[0] == parts[1] + parts[2] > 0  # each process counts its own updates
     assert "finished before" in finished.output and "identical" not in finished.output
+    checks = results["exercise"]
+    assert checks["budgets"]["grpo_g2"] == {"problems": 8, "responses": 16, "updates": 4}
+    assert checks["same_problems"] == 8 and checks["protected"] > 10
+    assert checks["constructed"]["all wrong"]["advantages"] == [0.0] * 4
+    assert checks["constructed"]["one right"]["advantages"][0] > 1
+    spent = results["costs"]["sft"]["responses"]
+    assert all(spent[f"time/{kind}, {stratum}"] > 0 for kind in ("greedy", "draws") for stratum in ("ID50", "OOD100"))
     text = (finished.folder / "report" / "report.md").read_text()
     assert "| grpo | all |" in text and (finished.folder / "report" / "training.png").stat().st_size > 10_000
 
@@ -534,6 +636,33 @@ def test_every_response_has_its_own_record_of_every_update(finished):
         assert first["token_ratio"] == pytest.approx([1.0] * first["tokens"], abs=2e-4)
     shown = [[{**row, "seconds": 0.0} for row in rows] for rows in kinds.values()]
     assert shown[0] == shown[1]
+
+
+def test_every_supervised_update_says_what_it_was_made_of(finished):
+    """Every example once an epoch; the tokens are those of the responses, EOS included."""
+    folder, rows = finished.folder, data.read_rows(finished.folder / "data" / "sft.jsonl")
+    updates = json.loads((folder / "sft" / "straight" / "updates.json").read_text())
+    assert [one["update"] for one in updates] == [1, 2, 3, 4]
+    assert [len(one["examples"]) for one in updates] == [8] * 4
+    for epoch in (updates[:2], updates[2:]):
+        assert sorted(name for one in epoch for name in one["examples"]) == sorted(row["id"] for row in rows)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "sft" / "straight" / "model")
+    lengths = {row["id"]: len(tokenizer(row["completion"][0]["content"])["input_ids"]) + 1 for row in rows}
+    assert all(one["tokens"] == sum(map(lengths.get, one["examples"])) for one in updates)
+    assert updates == json.loads((folder / "sft" / "resumed" / "updates.json").read_text())
+
+
+def test_the_probes_are_whole_distributions_and_their_divergences_exact(finished):
+    names = ["warm_start", "sft", "grpo", "grpo_g2"]
+    probes = {name: load_file(finished.folder / "probes" / name / "probes.safetensors") for name in names}
+    for kept in probes.values():
+        assert kept["logprobs"].dtype == torch.float32
+        assert torch.allclose(kept["logprobs"].double().exp().sum(-1), torch.ones(len(kept["tokens"]), dtype=float))
+    ours, theirs = probes["sft"]["logprobs"].double(), probes["grpo"]["logprobs"].double()
+    expected = torch.nn.functional.kl_div(theirs, ours, log_target=True, reduction="sum") / len(ours)
+    found = json.loads((finished.folder / "divergences" / "divergences.json").read_text())
+    assert found["prefixes"] == len(ours) > 100 and found["kl"]["sft"]["grpo"] == pytest.approx(float(expected))
+    assert found["kl"]["sft"]["warm_start"] > 1e-4 and "sft" not in found["kl"]["sft"]
 
 
 def test_the_manifest_covers_every_artefact(finished):
@@ -555,7 +684,7 @@ def test_models_reload_from_safetensors_as_their_state_was_saved(finished):
 def test_noise_is_common_to_all_policies_and_greedy_repeats(finished, tmp_path):
     model, prompts = finished.folder / "warm_start" / "straight" / "model", tmp_path / "prompts.jsonl"
     rows = data.read_rows(finished.folder / "data" / "test_prompts.jsonl")
-    data.write_rows(prompts, rows[:5], ["id", "prompt"])
+    data.write_rows(prompts, rows[:5] + rows[100:105], ["id", "prompt", "stratum"])
     testing.respond(tmp_path, LabConfig(draws=2, model="tiny"), model=model, prompts=prompts)
     again = {
         (r["id"], r["kind"], r["draw"]): r["completion_ids"]
@@ -566,7 +695,7 @@ def test_noise_is_common_to_all_policies_and_greedy_repeats(finished, tmp_path):
         key = (row["id"], row["kind"], row["draw"])
         if key in again:
             assert again[key] == row["completion_ids"]
-    assert len(again) == 15
+    assert len(again) == 30
 
 
 def test_a_finished_run_is_left_alone(finished):
