@@ -33,12 +33,12 @@ ORDER = """
     trainer/evaluation  evaluate forced_gates whole_document
     trainer             warm_start __init__
     scripts/arguments   help_page
-    scripts/lib         schedule running output lookup options
+    scripts/lib         schedule running output curves lookup options
     scripts/arguments   commands
     scripts/lib         adapters tokenizing loading served reporting
     scripts/jobs        gpu_memory quickstart evaluating reading inspecting stopping training imitating exporting
     scripts/lab         __init__ archive config stages data training testing exercise probes report experiment
-    scripts/page        __init__ sources turns texts counting charts embedding writing
+    scripts/page        __init__ sources turns texts counting charts tiles embedding writing
     scripts/benchmarks  startup workers common values floor trainers exact_kl gated_step rollout scaling train_step
     scripts/benchmarks  gpu_check endurance ledger_cost learning
     scripts             compare_states evaluate export_adapter inspect_group memory_estimate prepare_corpus

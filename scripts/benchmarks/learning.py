@@ -35,19 +35,10 @@ from turngrpo.trainer.files import sha256
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts")]
+from lib.curves import COLUMNS  # noqa: E402
 from lib.output import write_json  # noqa: E402
 
 RECIPES = ROOT / "scripts" / "recipes" / "learning"
-METRICS = {
-    "update_accuracy/balanced": "balanced",
-    "update_accuracy/evidence": "evidence",
-    "update_accuracy/evidence_free": "evidence-free",
-    "exit/exact": "exact exit",
-    "answer/accuracy": "answer",
-    "format/parsed": "parsed",
-    "turns/mean": "turns",
-    "reward": "reward",
-}
 GRACE = 1800  # seconds in which a training that is told to stop finishes its update and writes its checkpoint
 
 
@@ -333,9 +324,9 @@ def tables(
     found: Mapping[str, Mapping[str, Any]], narrow: bool = False
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return (title, headings, rows) of what the policies did, and of the differences to their warm starts."""
-    shown = [name for name in METRICS if any(name in policy["metrics"] for policy in found.values())]
+    shown = [name for name in COLUMNS if any(name in policy["metrics"] for policy in found.values())]
     rows = next(iter(found.values()))["rows"]
-    headings = ["policy", *(METRICS[name] for name in shown)]
+    headings = ["policy", *(COLUMNS[name] for name in shown)]
     titles = {
         "metrics": f"{rows} rows of the test projects, 95% intervals",
         "gain": "paired difference to the warm start",
@@ -374,7 +365,7 @@ def draw_policies(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    shown = [name for name in list(METRICS)[:6] if any(name in policy["metrics"] for policy in found.values())]
+    shown = [name for name in list(COLUMNS)[:6] if any(name in policy["metrics"] for policy in found.values())]
     figure, axes = pyplot.subplots(
         1, len(shown), figsize=(2.1 * len(shown) + 2, 0.32 * len(found) + 1.2), sharey=True, squeeze=False
     )
@@ -391,7 +382,7 @@ def draw_policies(found: Mapping[str, Mapping[str, Any]], path: Path) -> None:
                     color="C0",
                     capsize=2,
                 )
-        axis.set_title(METRICS[metric], fontsize=10)
+        axis.set_title(COLUMNS[metric], fontsize=10)
         axis.grid(alpha=0.3)
     axes[0, 0].set_yticks(range(len(found)), list(found))
     axes[0, 0].invert_yaxis()

@@ -14,6 +14,7 @@ from jobs.quickstart import INSTRUCTION, VALIDATION_FRACTION, StartOptions
 from jobs.quickstart import prepare as prepare_start
 from jobs.stopping import check_best_metric, check_early_stopping, outcome
 from lib.adapters import new_adapter_config
+from lib.curves import write_curves
 from lib.loading import (
     check_adapter,
     check_loading,
@@ -26,7 +27,7 @@ from lib.loading import (
 from lib.lookup import GATED_REWARDS, TRAJECTORY_REWARDS, TURN_REWARDS, find_rewards, make_workflow
 from lib.options import OF_A_WORKFLOW, reading_of, take_reading, told_of_warm_start
 from lib.output import finite, write_json
-from lib.reporting import RunLog, policies_table, write_curves
+from lib.reporting import RunLog, policies_table
 from lib.running import setting_up
 from lib.tokenizing import load_tokenizer
 from peft import get_peft_model_state_dict

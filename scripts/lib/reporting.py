@@ -1,12 +1,13 @@
-"""What a run shows and keeps: one line per update, metrics.jsonl, curves.png, and the table of policies."""
+"""What a run shows and keeps: one line per update, metrics.jsonl, and the table of policies."""
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lib.curves import COLUMNS
 from lib.output import write_text
 from rich.console import Console
 from rich.table import Table
@@ -14,19 +15,6 @@ from transformers import TrainerCallback
 
 from turngrpo.trainer.evaluation.evaluate import Evaluation
 from turngrpo.trainer.writing import going_on, writing
-
-COLUMNS = {
-    "reward": "reward",
-    "update_accuracy/balanced": "balanced",
-    "update_accuracy/evidence": "evidence",
-    "update_accuracy/evidence_free": "evidence-free",
-    "exit/exact": "exact exit",
-    "answer/accuracy": "answer",
-    "format/parsed": "parsed",
-    "turns/mean": "turns",
-}
-CURVES = (*list(COLUMNS)[:6], "turns/mean", "kl")
-VALIDATION = {"color": "C1", "marker": "."}
 
 WIDTH = 150  # where the output is no terminal
 
@@ -92,47 +80,6 @@ class RunLog(TrainerCallback):
         self.last = update, now
         left = timedelta(seconds=round((now - started) / (update - first) * (updates - update)))
         return [f"{(now - last) / (update - before):.2f} s/update", f"{left} left"]
-
-
-def write_curves(history: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw reward, gates, answers, turns and KL over the updates, in training and on validation rows, in two rows.
-
-    Validation has its 95% intervals where they were logged. The first and the last value of a curve stand above
-    it. Nothing is drawn where nothing was logged.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [name for name in CURVES if any(name in log or f"eval_{name}" in log for log in history)]
-    if not names:
-        return
-    width = -(-len(names) // 2)
-    figure, axes = pyplot.subplots(2, width, figsize=(2.8 * width, 5.6), sharex=True, squeeze=False)
-    kinds = (("", "training", 0.0, "left", {"color": "C0"}), ("eval_", "validation", 1.0, "right", VALIDATION))
-    for axis, name in zip(axes.flat, names, strict=False):
-        for prefix, label, place, side, look in kinds:
-            points = [(log["update"], log[prefix + name]) for log in history if prefix + name in log]
-            if not points:
-                continue
-            axis.plot(*zip(*points, strict=True), label=label, **look)
-            bounds = [f"{prefix}interval/{name}/{bound}" for bound in ("low", "high")]
-            if band := [(log["update"], *map(log.get, bounds)) for log in history if all(b in log for b in bounds)]:
-                axis.fill_between(*zip(*band, strict=True), color=look["color"], alpha=0.2, linewidth=0)
-            ends = f"{points[0][1]:.3g} \N{RIGHTWARDS ARROW} {points[-1][1]:.3g}"
-            axis.text(place, 1.03, ends, transform=axis.transAxes, ha=side, color=look["color"])
-        axis.set_title(name, fontsize=11, pad=20)
-        axis.grid(alpha=0.3)
-    for axis in axes.flat[len(names) :]:
-        axis.set_axis_off()
-    for axis in axes[-1]:
-        axis.set_xlabel("update")
-    axes[0, 0].legend(fontsize=9)
-    figure.tight_layout()
-    with writing(str(path), going_on(path.parent)):
-        figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def policies_table(

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lib.curves import band, is_number, points
+
 METRICS = (
     "reward",
     "update_accuracy/balanced",
@@ -27,6 +29,7 @@ METRICS = (
     "frac_reward_zero_std",
 )
 TRAINING, VALIDATION = "#0072B2", "#D55E00"
+SIZE, FRAME = (3.5, 2.3), (0.17, 0.19, 0.8, 0.72)  # in inches; left, bottom, width and height in shares of it
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "turngrpo",
@@ -42,7 +45,7 @@ STYLE: dict[Any, Any] = {
 
 def names_of(history: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is drawn: the main metrics, then every reward function's mean, where they were logged."""
-    logged = {name.removeprefix("eval_") for log in history for name, value in log.items() if _is_number(value)}
+    logged = {name.removeprefix("eval_") for log in history for name, value in log.items() if is_number(value)}
     functions = sorted(name for name in logged if re.fullmatch(r"rewards/.*/mean", name))
     return [name for name in (*METRICS[:1], *functions, *METRICS[1:]) if name in logged]
 
@@ -57,49 +60,42 @@ def curves(history: Sequence[Mapping[str, Any]], policies: Mapping[str, Any] | N
     places = {"before": 0, "after": max((log["update"] for log in history), default=0)}
     for name in names_of(history):
         with rc_context(STYLE):
-            figure = Figure(figsize=(3.5, 2.3))
-            axis = figure.subplots()
+            figure = Figure(figsize=SIZE)
+            axis = figure.add_axes(FRAME)
             _draw(axis, history, name, "", TRAINING, "")
             _draw(axis, history, name, "eval_", VALIDATION, "o")
             for label, place in places.items():
                 one = (policies or {}).get(label) or {}
                 value, bounds = one.get("metrics", {}).get(name), one.get("intervals", {}).get(name)
-                if _is_number(value):
+                if is_number(value):
                     error = [[max(0.0, value - bounds[0])], [max(0.0, bounds[1] - value)]] if bounds else None
                     axis.errorbar([place], [value], yerr=error, color=VALIDATION, marker="D", markersize=5, capsize=3)
             axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             axis.yaxis.set_major_locator(MaxNLocator(5))
+            axis.ticklabel_format(axis="y", scilimits=(-2, 4))
             axis.grid(alpha=0.25)
             axis.set_xlabel("update")
-            figure.tight_layout(pad=0.4)
             drawn[name] = _svg(figure)
     return drawn
 
 
 def _draw(axis: Any, history: Sequence[Mapping[str, Any]], name: str, prefix: str, color: str, marker: str) -> None:
     """Draw a metric of the logs, with the interval around it where that was logged; a single point as a dot."""
-    points = [(log["update"], log[prefix + name]) for log in history if _is_number(log.get(prefix + name))]
-    low, high = (f"{prefix}interval/{name}/{side}" for side in ("low", "high"))
-    bands = [(log["update"], log[low], log[high]) for log in history if low in log and high in log]
-    if points:
-        marker = marker or "o" * (len(points) == 1)
-        axis.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, linewidth=1.6)
-    if bands:
-        axis.fill_between(*zip(*bands, strict=True), color=color, alpha=0.15, linewidth=0)
+    if drawn := points(history, prefix + name):
+        marker = marker or "o" * (len(drawn) == 1)
+        axis.plot(*zip(*drawn, strict=True), color=color, marker=marker, markersize=4, linewidth=1.6)
+    if bounds := band(history, prefix, name):
+        axis.fill_between(*zip(*bounds, strict=True), color=color, alpha=0.15, linewidth=0)
 
 
 def ends(history: Sequence[Mapping[str, Any]], name: str) -> str:
     """Return the first and the last values of a metric in words."""
     said = []
     for prefix, label in (("", "training"), ("eval_", "validation")):
-        values = [log[prefix + name] for log in history if _is_number(log.get(prefix + name))]
+        values = [value for _, value in points(history, prefix + name)]
         if values:
             said.append(f"{label} {values[0]:.4g} → {values[-1]:.4g}")
     return ", ".join(said)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _svg(figure: Any) -> str:

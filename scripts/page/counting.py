@@ -7,6 +7,16 @@ from typing import Any
 from .turns import EARLY, KINDS, LATE, UNPARSED, WRONG_SKIP, WRONG_WRITE
 
 PART = 5  # the first and the last iterations are a fifth of all
+ALMOST = 0.05  # a share this near to 0 or 1 is as good as it
+FEW = 0.5  # a share of readings that parse: with less, little can be said of the gates
+
+
+MEANS = {
+    ("update", "never"): "whatever it reads: chunks without evidence are right by that alone, and evidence is skipped",
+    ("update", "always"): "whatever it reads: evidence is right by that alone, and all other chunks are written too",
+    ("exit", "never"): "also after the last evidence: every document is read to its end",
+    ("exit", "always"): "also before the last evidence: reading ends at the first chunk",
+}
 
 
 @dataclass(frozen=True)
@@ -19,6 +29,29 @@ class Share:
     @property
     def text(self) -> str:
         return f"{self.count / self.total:.0%}" if self.total else ""
+
+    @classmethod
+    def of(cls, values: Iterable[Any]) -> "Share":
+        kept = [bool(value) for value in values]
+        return cls(sum(kept), len(kept))
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How often a gate opened, of the turns that parsed: where it should have, where it should not, and of all."""
+
+    due: Share
+    rest: Share
+    all: Share
+
+    @property
+    def stuck(self) -> str:
+        """Return "never" or "always" where it opens so whatever it sees, though that is wrong somewhere; else ""."""
+        due, rest = (self.due, self.rest) if self.due.total or self.rest.total else (self.all, self.all)
+        opened = [share.count / share.total for share in (due, rest) if share.total]
+        if due.total and max(opened) <= ALMOST:
+            return "never"
+        return "always" if rest.total and min(opened) >= 1 - ALMOST else ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +123,38 @@ def mean(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None."""
     kept = [value for value in values if value is not None]
     return sum(kept) / len(kept) if kept else None
+
+
+def gates(trajectories: Iterable[Mapping[str, Any]]) -> dict[str, Gate]:
+    """Return the gates by name. Reading that ended with the document is no decision of the exit gate."""
+    said: dict[str, list[tuple[bool, bool | None]]] = {"update": [], "exit": []}  # opened, should have
+    for one in trajectories:
+        steps = [turn for turn in one["turns"] if turn.get("step") is not None]
+        last = one.get("last_evidence")
+        for turn in steps:
+            if turn.get("check") is not None:
+                said["update"].append((turn["check"], turn.get("evidence")))
+            if turn.get("exit") or (turn.get("exit") is not None and turn is not steps[-1]):
+                said["exit"].append((turn["exit"], None if last is None else turn["step"] >= last))
+    made = {}
+    for name, pairs in said.items():
+        due, rest = (Share.of(opened for opened, should in pairs if should is wanted) for wanted in (True, False))
+        made[name] = Gate(due, rest, Share.of(opened for opened, _ in pairs))
+    return {name: gate for name, gate in made.items() if gate.all.total}
+
+
+def warnings(where: str, trajectories: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a sentence for each gate that decides nothing in these trajectories, and one where few of them parse."""
+    said = []
+    parsed = Share.of(one["parsed"] for one in trajectories if one.get("parsed") is not None)
+    if parsed.total and parsed.count < FEW * parsed.total:
+        said.append(f"{where}: {parsed.count} of {parsed.total} readings parse: the others count as wrong throughout.")
+    for name, gate in gates(trajectories).items():
+        if gate.stuck:
+            almost = "" if gate.all.count in (0, gate.all.total) else "almost "
+            counts = f"{gate.all.count} of {gate.all.total} turns that parsed"
+            said.append(f"{where}: the {name} gate {almost}{gate.stuck} opens ({counts}), {MEANS[name, gate.stuck]}.")
+    return said
 
 
 def rewards(trajectories: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

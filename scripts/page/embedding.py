@@ -10,10 +10,9 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from .sources import Found
-from .texts import Prompts, Texts, corpus_rows, memories_before
-from .turns import FAULTS, KINDS, OF_TOKENS
+from .texts import Texts, corpus_rows, decoded, memories_before, prompt_parts
+from .turns import FAULTS, KINDS
 
-DIGITS = 3  # significant ones of a token's numbers, of which there are many
 BATCH = 25  # trajectories
 GZIP = 31  # window bits of zlib that mean gzip's format
 
@@ -46,12 +45,15 @@ def batches(found: Found, trajectories: Sequence[dict[str, Any]]) -> Iterator[di
         first_text, first_word = len(texts.all), len(words)
         new = {str(one.get("row_id")) for one in batch} & rows.keys() - added
         added |= new
+        own = [turn for one in batch for turn in one["turns"]]
+        prompts = [turn.pop("prompt_ids", None) for turn in own]
+        if tokenizer is not None:
+            for turn, prompt in zip(own, decoded(tokenizer, prompts), strict=True):
+                turn["prompt"] = prompt
+            said = set[int]().union(*(turn.get("completion_ids") or () for turn in own)) - words.keys()
+            words |= zip(said, decoded(tokenizer, [[token] for token in said]), strict=True)
         for one in batch:
-            chunks = [chunk["text"] for chunk in rows.get(str(one.get("row_id")), {"chunks": []})["chunks"]]
-            _complete(one, chunks, Prompts(tokenizer, texts) if tokenizer else None)
-            for token in {token for turn in one["turns"] for token in turn.get("completion_ids") or ()} - words.keys():
-                if tokenizer is not None:
-                    words[token] = tokenizer.decode([token], skip_special_tokens=False)
+            _complete(one, rows.get(str(one.get("row_id")), {"chunks": []})["chunks"], texts)
         shown = {name: rows[name] | {"chunks": [_numbered(c, texts) for c in rows[name]["chunks"]]} for name in new}
         yield {
             "trajectories": batch,
@@ -65,17 +67,14 @@ def _numbered(chunk: Mapping[str, Any], texts: Texts) -> dict[str, Any]:
     return {**chunk, "text": texts.number(chunk["text"])}
 
 
-def _complete(trajectory: Mapping[str, Any], chunks: Sequence[str], prompts: Prompts | None) -> None:
-    """Put into every turn its prompt as parts, the memory that it found, and the tokens' numbers in a few digits."""
+def _complete(trajectory: Mapping[str, Any], chunks: Sequence[Mapping[str, Any]], texts: Texts) -> None:
+    """Put into every turn the memory that it found, and the parts of its prompt in place of its text."""
     for turn, before in zip(trajectory["turns"], memories_before(trajectory["turns"]), strict=True):
-        step, ids = turn.get("step"), turn.pop("prompt_ids", None)
+        step, prompt = turn.get("step"), turn.pop("prompt", None)
         turn["memory_before"] = before
-        if prompts is not None and ids is not None:
-            turn["prompt"] = prompts.parts(ids, chunks[step - 1] if step and step <= len(chunks) else None, before)
-        for record in (turn, *turn.get("updates", ())):
-            for name in OF_TOKENS:
-                if record.get(name) is not None:
-                    record[name] = [float(f"{value:.{DIGITS}g}") for value in record[name]]
+        if prompt is not None:
+            chunk = chunks[step - 1]["text"] if step and step <= len(chunks) else None
+            turn["prompt"] = prompt_parts(prompt, chunk, before, texts)
 
 
 def _json(value: Any) -> str:

@@ -94,21 +94,23 @@ def _units(text: str) -> int:
     return len(text.encode("utf-16-le", "surrogatepass")) // 2
 
 
-class Prompts:
-    """Prompts as lists of numbers of texts, with CHUNK and MEMORY where the turn's own chunk and memory stand.
+def decoded(tokenizer: Tokenizer, ids: Sequence[Sequence[int] | None]) -> list[Any]:
+    """Return the texts of many lists of token ids; the same list, as readings of a group share it, once."""
+    keys = [None if one is None else tuple(one) for one in ids]
+    known = [key for key in dict.fromkeys(keys) if key is not None]
+    texts = dict(zip(known, tokenizer.decode_batch(known, skip_special_tokens=False), strict=True))
+    return [None if key is None else texts[key] for key in keys]
+
+
+def prompt_parts(text: str, chunk: str | None, memory: str | None, texts: Texts) -> list[int | str]:
+    """Return a prompt as numbers of texts, with CHUNK and MEMORY where the turn's own chunk and memory stand.
 
     What the readings of a group share is kept once, whatever their memories say.
     """
-
-    def __init__(self, tokenizer: Tokenizer, texts: Texts):
-        self.tokenizer, self.texts = tokenizer, texts
-
-    def parts(self, ids: Sequence[int], chunk: str | None, memory: str | None) -> list[int | str]:
-        text = self.tokenizer.decode(list(ids), skip_special_tokens=False)
-        pieces: list[tuple[str, bool]] = [(text, False)]  # and whether it is a mark
-        for mark, known in ((CHUNK, chunk), (MEMORY, memory)):
-            pieces = [part for piece in pieces for part in _split(piece, known, mark)]
-        return [piece if is_mark else self.texts.number(piece) for piece, is_mark in pieces]
+    pieces: list[tuple[str, bool]] = [(text, False)]  # and whether it is a mark
+    for mark, known in ((CHUNK, chunk), (MEMORY, memory)):
+        pieces = [part for piece in pieces for part in _split(piece, known, mark)]
+    return [piece if is_mark else texts.number(piece) for piece, is_mark in pieces]
 
 
 def _split(piece: tuple[str, bool], known: str | None, mark: str) -> list[tuple[str, bool]]:

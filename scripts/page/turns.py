@@ -4,6 +4,9 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from .sources import Found
 
 SEED = 0
@@ -24,6 +27,7 @@ OF_UPDATE = (
     "token_clipped"
 ).split()
 OF_TOKENS = ("behavior_logprobs", "logprobs", "token_kl")  # numbers
+DIGITS = 3  # significant ones of these, of which there are many
 
 RIGHT_WRITE, RIGHT_SKIP, WRONG_SKIP, WRONG_WRITE = "right write", "right skip", "wrongly skipped", "wrongly written"
 UNPARSED, UNLABELLED, ANSWER = "unparsed", "no label", "answer"
@@ -140,7 +144,29 @@ def whole(found: Found, chosen: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     places = {key_of(one): place for place, one in enumerate(chosen)}
     ids = {turn["id"] for one in chosen for turn in one["turns"]}
     columns = {*FEW, *OF_TRAJECTORY, *OF_TURN, *OF_UPDATE}
-    read = [
-        one for label, read in found.readers.items() for one in trajectories(read(columns, ids).to_pylist(), label)
-    ]
+    read = [one for label, read in found.readers.items() for one in trajectories(_rows(read(columns, ids)), label)]
     return sorted((one for one in read if key_of(one) in places), key=lambda one: places[key_of(one)])
+
+
+def _rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows of a table; the values of lists in one piece, tokens' numbers in a few digits."""
+    columns = {name: _values(table[name].combine_chunks(), name in OF_TOKENS) for name in table.column_names}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(column: pa.Array, is_rounded: bool) -> list[Any]:
+    if not pa.types.is_list(column.type) or pa.types.is_string(column.type.value_type):
+        return column.to_pylist()
+    inner = column.values.to_numpy(zero_copy_only=False)
+    values, ends = (rounded(inner) if is_rounded else inner).tolist(), column.offsets.tolist()
+    places = zip(ends, ends[1:], column.is_valid().tolist(), strict=False)
+    return [values[start:end] if is_known else None for start, end, is_known in places]
+
+
+def rounded(values: np.ndarray) -> np.ndarray:  # (N,)
+    """Return numbers in DIGITS significant digits; what is 0 or not finite as it is."""
+    with np.errstate(all="ignore"):
+        places = DIGITS - 1 - np.floor(np.log10(np.abs(values)))
+        power = 10.0 ** np.abs(places)
+        kept = np.where(places < 0, np.rint(values / power) * power, np.rint(values * power) / power)
+    return np.where(np.isfinite(places), kept, values)

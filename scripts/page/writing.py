@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from lib.curves import COLUMNS
 
 from turngrpo.trainer.evaluation.intervals import wilson
 from turngrpo.trainer.showing import visible
@@ -15,30 +16,12 @@ from turngrpo.trainer.showing import visible
 from . import charts, counting
 from .embedding import packed
 from .sources import Found, flat
+from .tiles import tiles, warnings
 from .turns import FAULTS, choose, overview, whole
 
 FOLDER = Path(__file__).parent / "static"
 NOTES = 2000  # bytes for what is said only after the trajectories were packed
 PROJECTS = 50  # lines of a table at most
-TABLE = {
-    "reward": "reward",
-    "update_accuracy/balanced": "balanced",
-    "update_accuracy/evidence": "evidence",
-    "update_accuracy/evidence_free": "evidence-free",
-    "exit/exact": "exact exit",
-    "exit/early": "early",
-    "exit/late": "late",
-    "answer/accuracy": "answer",
-    "format/parsed": "parsed",
-    "turns/mean": "turns",
-}
-TILES = {
-    "reward": "reward",
-    "update_accuracy/balanced": "balanced update accuracy",
-    "exit/exact": "exact exits",
-    "answer/accuracy": "right answers",
-}
-PAIRS = (("before", "after"), ("base", "adapter"))  # policies that are compared at the top
 NOT_SHOWN = ("train_projects", "reward_timeout")  # digests
 SHOWN_ELSEWHERE = ("before", "after", "policies", "seconds")
 
@@ -86,13 +69,14 @@ class Shell:
             title=found.path.resolve().name,
             state=state_of(found),
             tiles=tiles(found, self.everything),
+            warnings=warnings(self.everything),
             notes=list(dict.fromkeys(found.notes)),
             settings=settings,
             corpus=flat(found.corpus),
             outcome={
                 n: v for n, v in flat({k: v for k, v in found.summary.items() if k not in SHOWN_ELSEWHERE}).items()
             },
-            columns={name: label for name, label in TABLE.items() if _is_measured(found.policies, name)},
+            columns={name: label for name, label in COLUMNS.items() if _is_measured(found.policies, name)},
             metrics=sorted({name for one in found.policies.values() for name in one.get("metrics", {})}),
             curves=self.curves,
             ends=charts.ends,
@@ -116,7 +100,8 @@ def tables(everything: Sequence[dict[str, Any]]) -> dict[str, Any]:
         source: [one for one in everything if one["source"] == source]
         for source in dict.fromkeys(one["source"] for one in everything)
     }
-    by_project = counting.grouped(everything, lambda one: one.get("project") or "")
+    counted = [one for part in parts for one in part.trajectories]
+    by_project = counting.grouped(counted, lambda one: one.get("project") or "")
     by_project.pop("", None)
     largest = sorted(by_project, key=lambda name: -len(by_project[name]))[:PROJECTS]
     rest = f", the {PROJECTS} read most of {len(by_project)}" if len(by_project) > PROJECTS else ""
@@ -140,8 +125,7 @@ def tables(everything: Sequence[dict[str, Any]]) -> dict[str, Any]:
             for project in sorted(largest)
         },
         "kinds": {
-            kind: [counting.shares(part.trajectories, kind) for part in parts]
-            for kind in counting.kinds_of(everything)
+            kind: [counting.shares(part.trajectories, kind) for part in parts] for kind in counting.kinds_of(counted)
         },
     }
 
@@ -175,21 +159,3 @@ def state_of(found: Found) -> str:
     limit = found.config.get("trainer", {}).get("max_steps") or -1
     of = f" of {limit}" if limit > 0 else ""
     return f"training, {'finished' if found.summary else 'going on or ended early'}, {last}{of} updates"
-
-
-def tiles(found: Found, everything: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return (what, value, remark) of the few numbers to see first."""
-    made = []
-    both = next((pair for pair in PAIRS if all(name in found.policies for name in pair)), None)
-    for name, label in TILES.items():
-        values = [log[name] for log in found.history.get("", ()) if name in log]
-        remark = "training, first and last update"
-        if both is not None:
-            values = [found.policies[key]["metrics"].get(name) for key in both]
-            remark = f"{'validation, ' if found.kind == 'training' else ''}{' and '.join(both)}"
-        if values and None not in values:
-            made.append((label, f"{values[0]:.2f} → {values[-1]:.2f}", remark))
-    if everything:
-        wrong = sum(any(turn["faults"] for turn in one["turns"]) for one in everything)
-        made.append(("trajectories", f"{len(everything):,}", f"{wrong:,} with a fault"))
-    return made

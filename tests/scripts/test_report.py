@@ -326,13 +326,13 @@ def test_chunks_prompts_and_memories_are_what_was_read(run, page):
 
 def test_parts_of_a_prompt():
     store = texts.Texts()
-    prompts = texts.Prompts(word_tokenizer()._tokenizer, store)
     ids = word_tokenizer()("code of red is 1 No memory yet . code of red")["input_ids"]
-    text = word_tokenizer().decode(ids)
+    text, other = word_tokenizer().decode(ids), word_tokenizer().decode(ids[:2])
+    assert texts.decoded(word_tokenizer()._tokenizer, [ids, None, ids[:2], ids]) == [text, None, other, text]
     chunk, memory = text[: text.index("1") + 1], "No" + text.partition("No")[2].partition("code")[0]
-    assert prompts.parts(ids, chunk, memory) == ["chunk", "memory", 0]
+    assert texts.prompt_parts(text, chunk, memory, store) == ["chunk", "memory", 0]
     assert store.all == [text.removeprefix(chunk + memory)]
-    assert prompts.parts(ids, "not there", None) == [1] and store.all[1] == text
+    assert texts.prompt_parts(text, "not there", None, store) == [1] and store.all[1] == text
 
 
 def test_documents_are_cut_as_the_run_did_and_spans_are_counted_as_javascript_does(tmp_path):

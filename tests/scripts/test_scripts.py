@@ -16,7 +16,7 @@ import report
 import sft
 import train
 from jobs import quickstart, training
-from lib import lookup, reporting, running, tokenizing
+from lib import curves, lookup, reporting, running, tokenizing
 from lib.options import told_of_warm_start
 from page import embedding, sources, turns
 from peft import LoraConfig, get_peft_model
@@ -158,9 +158,9 @@ def test_a_validation_has_a_line_and_a_curve_of_its_own(tmp_path, capsys):
     log.on_log(None, state, None, logs={"eval_reward": 0.5, "eval_kl": 0.25, "eval_runtime": 1.0})
     assert re.fullmatch(r"\S+ update 3/9  validation  reward 0.50  kl 0.2500\n", capsys.readouterr().out)
     log.history[0] |= {"eval_interval/reward/low": 0.4, "eval_interval/reward/high": 0.6}
-    reporting.write_curves(log.history, tmp_path / "curves.png")
+    curves.write_curves(log.history, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
-    reporting.write_curves([{"update": 1, "loss": 0.5}], tmp_path / "none.png")
+    curves.write_curves([{"update": 1, "loss": 0.5}], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
 
 

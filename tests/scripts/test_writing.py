@@ -17,7 +17,7 @@ import pytest
 import run_lab
 import sft
 import torch
-from lib import output, reporting, running
+from lib import curves, output, reporting, running
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -87,9 +87,9 @@ def metrics(trainer, folder, patch, fail):
     log.on_log(trainer.args, trainer.state, None, {"kl": 0.1})
 
 
-def curves(trainer, folder, patch, fail):
+def curves_picture(trainer, folder, patch, fail):
     patch.setattr(matplotlib.figure.Figure, "savefig", fail)
-    reporting.write_curves([{"update": 1, "reward": 1.0}], Path(trainer.args.output_dir) / "curves.png")
+    curves.write_curves([{"update": 1, "reward": 1.0}], Path(trainer.args.output_dir) / "curves.png")
 
 
 def version(trainer, folder, patch, fail):
@@ -120,7 +120,7 @@ STAGES = {
     ledger: ("the rollout of iteration 2", GOES_ON),
     completions: ("the log of update 2", GOES_ON),
     metrics: ("metrics.jsonl", GOES_ON),
-    curves: ("curves.png", GOES_ON),
+    curves_picture: ("curves.png", GOES_ON),
     version: ("a new version in ", "No version was changed: export the run's newest checkpoint"),
     version_folder: ("a new version in ", "No version was changed: export the run's newest checkpoint"),
     corpus: ("corpus.jsonl", "A file that was there is as it was"),
