@@ -29,7 +29,7 @@ METRICS = (
     "frac_reward_zero_std",
 )
 TRAINING, VALIDATION = "#0072B2", "#D55E00"
-SIZE, FRAME = (3.5, 2.3), (0.17, 0.19, 0.8, 0.72)  # in inches; left, bottom, width and height in shares of it
+SIZE, FRAME = (3.5, 2.3), (0.15, 0.19, 0.82, 0.74)  # in inches; left, bottom, width and height in shares of it
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "turngrpo",

@@ -15,6 +15,7 @@ from .turns import FAULTS, KINDS
 
 BATCH = 25  # trajectories
 GZIP = 31  # window bits of zlib that mean gzip's format
+LEVEL = 5  # of zlib: 6 takes almost twice as long for 2% fewer bytes
 
 
 def packed(found: Found, trajectories: Sequence[dict[str, Any]], max_bytes: float) -> tuple[str, int]:
@@ -22,7 +23,7 @@ def packed(found: Found, trajectories: Sequence[dict[str, Any]], max_bytes: floa
 
     Nothing in such text can break out of it.
     """
-    stream, held, count = zlib.compressobj(6, wbits=GZIP), b"", 0
+    stream, held, count = zlib.compressobj(LEVEL, wbits=GZIP), b"", 0
     for batch in batches(found, trajectories):
         trial = stream.copy()
         piece = trial.compress(_json(batch).encode("utf-8", "replace") + b"\n") + trial.flush(zlib.Z_SYNC_FLUSH)

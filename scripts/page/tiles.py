@@ -9,6 +9,7 @@ from turngrpo.trainer.evaluation.forced_gates import TRIVIAL_GATES
 
 from . import counting
 from .sources import Found
+from .turns import is_faulty
 
 MEASURED = {
     "reward": ("reward",),
@@ -52,9 +53,15 @@ def tiles(found: Found, everything: Trajectories) -> list[Tile]:
         numbers = [(f"{name} gate", text) for name, text in opened.items() if text]
         of = " and ".join(policies) if found.kind == "evaluation" else "training, first and last iteration"
         made.insert(2, Tile("gates open", numbers, f"of the turns that parsed; {of}"))
+    for kind, label in (("greedy", "right, greedy"), ("draws", "right, per draw")):
+        shares = [one for one in found.tests if (one["kind"], one["problems"]) == (kind, "all")]
+        numbers = [(one["policy"], f"{one['correct']}/{one['responses']}") for one in shares]
+        if numbers:
+            made.append(Tile(label, numbers, "responses to the test problems"))
     if everything:
-        wrong = sum(any(turn["faults"] for turn in one["turns"]) for one in everything)
-        made.append(Tile("trajectories", [("", f"{len(everything):,}")], f"{wrong:,} with a fault"))
+        faulty, rewarded = sum(map(is_faulty, everything)), sum((one.get("reward") or 0) > 0 for one in everything)
+        remark = f"{rewarded:,} with a reward" if found.kind == "laboratory" else f"{faulty:,} with a fault"
+        made.append(Tile("trajectories", [("", f"{len(everything):,}")], remark))
     return made
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections import Counter
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import report
@@ -15,7 +16,7 @@ from datasets import Dataset
 from jobs.evaluating import EvaluateArguments
 from lib.reporting import RunLog, make_console
 from lib.running import SetupError
-from page import charts, counting, sources, texts, turns
+from page import charts, counting, sources, texts, tiles, turns, writing
 from tiny import word_tokenizer
 from training import make_trainer
 
@@ -280,6 +281,90 @@ def test_kinds_of_chunks_by_hand():
     ]
     assert turns.chunk_kinds([turn(2, True)], 2) == [["the only evidence", "chunk 2"]]
     assert turns.chunk_kinds([turn(1, None)], None) == [[]]
+
+
+def reading(checks, exits, labels, **more):
+    """A reading of len(checks) chunks; its T* is the last evidence."""
+    told = zip(checks, exits, labels, strict=False)
+    read_turns = [
+        {"step": step, "check": check, "exit": leaves, "evidence": label, "faults": [], "kinds": [], "verdict": ""}
+        for step, (check, leaves, label) in enumerate(told, 1)
+    ]
+    last = (
+        max((step for step, label in enumerate(labels, 1) if label), default=len(labels))
+        if labels[0] in (0, 1)
+        else None
+    )
+    place = {"source": "", "iteration": 0, "project": "p", "leaving": None, "parsed": True, "last_evidence": last}
+    return place | {"turns": read_turns} | more
+
+
+def test_how_often_gates_open_by_hand():
+    """Evidence in chunks 1 and 3 of 4. Not parsed: chunk 2 of the second. The end of the document is no decision."""
+    told = [
+        reading([True, False, True, True], [False, False, True, False], [True, False, True, False]),
+        reading([False, None, True, False], [False, None, False, False], [True, False, True, False]),
+    ]
+    found = counting.gates(told)
+    share = counting.Share
+    assert found["update"] == counting.Gate(share(3, 4), share(1, 3), share(4, 7))
+    # at T* = 3: left once, once not; before it never in 3 turns that parsed; chunk 4 is the document's last
+    assert found["exit"] == counting.Gate(share(1, 2), share(0, 3), share(1, 5))
+    assert counting.warnings("here", told) == []
+    assert counting.gates([reading([None], [None], [None])]) == {}  # a workflow without gates
+
+
+@pytest.mark.parametrize(
+    ("checks", "exits", "labels", "said"),
+    [
+        ("nnn", "nnn", [0, 1, 0], ["the update gate never opens (0 of 60", "the exit gate never opens (0 of 40"]),
+        ("yyy", "nyn", [0, 1, 0], ["the update gate always opens (60 of 60"]),
+        ("y", "y", [1, 0, 1], ["the exit gate always opens (20 of 20"]),
+        ("nyn", "nyn", [0, 1, 0], []),
+        ("nn", "nn", [0, 0], []),  # no evidence: T* is the end, both are right
+        ("y", "y", [1], []),
+        ("nn", "nn", [None, None], ["the update gate never opens (0 of 40", "the exit gate never opens (0 of 20"]),
+    ],
+)
+def test_a_gate_that_decides_nothing_is_said(checks, exits, labels, said):
+    """Where nothing is written, two of three chunks are right: an update accuracy of .67 that is no success."""
+    labels = [None if label is None else bool(label) for label in labels]
+    one = reading([c == "y" for c in checks], [c == "y" for c in exits], labels)
+    told = counting.warnings("iteration 3", [one] * 20)
+    assert [line.removeprefix("iteration 3: ").split(" turns that parsed")[0] for line in told] == said
+    assert "almost" not in "".join(told)
+    if said and "update" in said[0] and labels[0] is not None:
+        wrong = reading([not turn["check"] for turn in one["turns"]], [c == "y" for c in exits], labels)
+        (told, *_) = counting.warnings("iteration 3", [one] * 39 + [wrong])
+        assert "gate almost" in told
+        assert not [line for line in counting.warnings("", [one] * 15 + [wrong]) if "update" in line]  # 6% otherwise
+
+
+def test_what_is_wrong_as_a_whole_stands_at_the_top():
+    collapsed = reading([False, False], [False, True], [False, True], iteration=1)
+    everything = [reading([False, True], [False, True], [False, True]), collapsed, collapsed | {"parsed": False}]
+    (line,) = tiles.warnings(everything)  # of the last iteration alone
+    assert line.startswith("iteration 1: the update gate never opens (0 of 4 turns that parsed), whatever it reads")
+    mute = [collapsed | {"parsed": False}] * 2
+    assert tiles.warnings([*everything, *mute])[0].startswith("iteration 1: 1 of 4 readings parse")
+    forced = [one | {"source": source, "iteration": -1} for source in ("always no", "adapter") for one in everything]
+    assert [line.split(":")[0] for line in tiles.warnings(forced[3:])] == []
+    assert tiles.warnings([collapsed | {"source": "always no"}]) == []
+    found = sources.Found("training", Path("run"))
+    found.history = {"": [{"update": n, "update_accuracy/balanced": v, "update_accuracy/evidence": v - 0.5,
+                           "update_accuracy/evidence_free": v + 0.25} for n, v in ((1, 0.75), (2, 0.5))]}  # fmt: skip
+    shown = {tile.label: tile.numbers for tile in tiles.tiles(found, everything)}
+    accuracies = [("balanced", "0.75 → 0.50"), ("evidence", "0.25 → 0.00"), ("evidence-free", "1.00 → 0.75")]
+    assert shown["update accuracy"] == accuracies
+    assert shown["gates open"] == [("update gate", "50% → 0%"), ("exit gate", "50% → 50%")]
+
+
+def test_a_project_has_a_row_where_it_was_read_in_a_part_that_is_shown():
+    """Of ten iterations the first and the last two are shown: "forest", read in the fifth, has nothing to say."""
+    everything = [
+        reading([True], [True], [True], iteration=i, project="forest" if i == 5 else "farm") for i in range(10)
+    ]
+    assert list(writing.tables(everything)["projects"]) == ["farm"]
 
 
 # ---- texts ----
