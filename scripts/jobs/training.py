@@ -246,11 +246,11 @@ def corpus_table_rows(run: Run) -> list[tuple[str, str]]:
     if not {"project", "chunks", "answers"} <= rows[0].keys():
         return []
     chunks = [chunk for row in rows for chunk in row["chunks"]]
-    without = sum(not any(chunk["evidence"] for chunk in row["chunks"]) for row in rows)
-    evidence = [" ".join(chunk["text"] for chunk in row["chunks"] if chunk["evidence"]).casefold() for row in rows]
+    labelled = [[chunk["text"] for chunk in row["chunks"] if chunk.get("evidence")] for row in rows]
+    without, evidence = labelled.count([]), [" ".join(texts).casefold() for texts in labelled]
     told = sum(any(one.casefold() in text for one in row["answers"]) for row, text in zip(rows, evidence, strict=True))
     split = [len(set(data["project"])) for data in (run.train, run.validation) if data is not None]
-    share = sum(chunk["evidence"] for chunk in chunks) / len(chunks)
+    share = sum(map(len, labelled)) / len(chunks)
     return [
         ("projects", ", ".join(f"{n} {name}" for n, name in zip(split, ("train", "validation"), strict=False))),
         ("chunks of a row", f"{len(chunks) / len(rows):.1f}, {share:.0%} of them evidence"),

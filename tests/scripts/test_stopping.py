@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 import train
@@ -19,15 +22,17 @@ from turngrpo.trainer.runs import ledger
 from turngrpo.trainer.runs.compare import compare_states
 from turngrpo.trainer.runs.proof import ResumeError
 
-# Differs between trajectories of a random model; where `armed` lies, a SIGTERM comes in the rollout after update 4.
+# Differs between trajectories of a random model; the signal that `armed` names comes in the rollout after update 4.
 REWARD = """
 import os, signal
 
 def share(trajectories, trainer_state, **columns):
     evaluated = [log["step"] for log in trainer_state.log_history if "eval_reward" in log]
     if evaluated[-1:] == [4] and os.path.exists("armed"):
+        with open("armed") as file:
+            name = file.read()
         os.remove("armed")
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.Signals[name])
     read = [[token for turn in t.turns for token in turn.completion_ids] for t in trajectories]
     return [sum(token % 3 == 0 for token in ids) / len(ids) for ids in read]
 """
@@ -55,6 +60,7 @@ def run(tmp_path_factory):
             assert train.main([*given, "--output_dir", name, *more]) == 0
         return folder / name
 
+    start.command = [sys.executable, str(SCRIPTS / "train.py"), *given]
     return start
 
 
@@ -100,15 +106,25 @@ def test_a_recipe_ends_on_a_plateau_and_exports_its_best_adapter(straight):
     assert "at checkpoint-2; adapter v0001 is the best, of update 2" in said
 
 
-def test_an_interruption_changes_nothing(run, straight):
-    """Stopped after update 5, between two evaluations, with one of the patience spent; the folder is then renamed."""
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_an_interruption_changes_nothing(name, run, straight):
+    """Ended in update 5, between two evaluations, with one of the patience spent; the folder is then renamed.
+
+    SIGTERM finishes the update and leaves its checkpoint, SIGKILL the one of update 4.
+    """
     armed = straight.parent / "armed"
-    armed.touch()
-    with pytest.raises(KeyboardInterrupt):
-        run("stopped")
-    assert not armed.exists() and (straight.parent / "stopped" / "checkpoint-5").is_dir()
-    (straight.parent / "stopped").rename(straight.parent / "moved")
-    resumed = run("moved", "--resume_from_checkpoint", "true")
+    armed.write_text(name)
+    if name == "SIGTERM":
+        with pytest.raises(KeyboardInterrupt):
+            run(name)
+    else:
+        command = [*run.command, "--output_dir", name]
+        ended = subprocess.run(command, cwd=straight.parent, capture_output=True, timeout=300, check=False)
+        assert ended.returncode == -signal.SIGKILL
+    left = {path.name for path in (straight.parent / name).glob("checkpoint-*")}
+    assert not armed.exists() and max(left) == {"SIGTERM": "checkpoint-5", "SIGKILL": "checkpoint-4"}[name]
+    (straight.parent / name).rename(straight.parent / f"{name}_moved")
+    resumed = run(f"{name}_moved", "--resume_from_checkpoint", "true")
     ours, theirs = summary_of(resumed), summary_of(straight)
     for name in ("updates", "stopped_early", "convergence", "best", "exported", "before", "after"):
         assert ours[name] == theirs[name], name
