@@ -6,8 +6,9 @@
 A study is a recipe of scripts/recipes/learning/. Its stages are commands of this project, run one after the other;
 what each did is in stages/NAME.json and logs/NAME.log. The same command goes on after a kill: a stage that ended is
 kept, training goes on from its newest checkpoint, anything else is done again. --budget ends a training that is going
-on after so many hours, with a checkpoint. No choice is made on the test projects: they are a file of their own, which
-the tests alone read, once each; validation projects are those of training.
+on after so many hours, with a checkpoint, and reports what was tested until then: a policy is tested as soon as it is
+made, and every arm's first seed is trained before any arm's second. No choice is made on the test projects: they are a
+file of their own, which the tests alone read, once each; validation projects are those of training.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -84,13 +85,16 @@ class Study:
         return replace(study, arms=study.every_arm(), tests=study.every_test())
 
     def every_arm(self) -> dict[str, Mapping[str, Any]]:
-        """Return the arms, each with one seed; "series" is the name it has in the recipe."""
-        found: dict[str, Mapping[str, Any]] = {}
+        """Return the arms, each with one seed, all first seeds first; "series" is the name it has in the recipe."""
+        found: list[tuple[int, str, Mapping[str, Any]]] = []
         for name, arm in self.arms.items():
             options = {key: value for key, value in arm.items() if key != "seeds"} | {"series": name}
             seeds = arm.get("seeds")
-            found |= {f"{name}_seed_{seed}": options | {"seed": seed} for seed in seeds} if seeds else {name: options}
-        return found
+            if seeds:
+                found += [(turn, f"{name}_seed_{seed}", options | {"seed": seed}) for turn, seed in enumerate(seeds)]
+            else:
+                found.append((0, name, options))
+        return {name: options for _, name, options in sorted(found, key=lambda one: one[0])}
 
     def every_test(self) -> dict[str, Mapping[str, Any]]:
         """Return the tests, each of one arm, warm start or the model."""
@@ -136,23 +140,32 @@ def as_options(*parts: Mapping[str, Any]) -> list[str]:
 
 
 def stages(study: Study, model: str, source: list[str], root: Path) -> Iterator[Stage]:
-    """Yield the stages in order."""
-    whole, develop, test = (root / "corpus" / f"{name}.jsonl" for name in ("whole", "develop", "test"))
+    """Yield the stages in order: every policy is tested as soon as it is made."""
+    whole, develop = (root / "corpus" / f"{name}.jsonl" for name in ("whole", "develop"))
     options = {name: value for name, value in study.corpus.items() if name != "kind"}
     given = {"source": source} if source else {}
     corpus = ["prepare_corpus.py", study.corpus["kind"], *as_options(options, given), "--output", str(whole)]
     yield Stage("corpus", corpus, whole, test_fraction=study.test_fraction)
+    yield from tests_of("model", study, model, root)
     reading, learning = dict(study.reading), {"corpus": develop}
     for name, own in study.warm_starts.items():
         folder = {"model_name_or_path": model, "output_dir": root / "warm" / name}
         command = ["sft.py", *as_options(read_by_sft(reading), study.warm_start, own, learning, folder)]
         yield Stage(f"warm {name}", command, root / "warm" / name, trains=True)
+        yield from tests_of(name, study, model, root)
     for name, arm in study.arms.items():
         own = {key: value for key, value in arm.items() if key not in ("from", "series")}
         folder = {"model_name_or_path": study.start(name, model, root), "output_dir": root / "arms" / name}
         command = ["train.py", *as_options(reading, study.training, own, learning, folder)]
         yield Stage(f"arm {name}", command, root / "arms" / name, trains=True)
+        yield from tests_of(name, study, model, root)
+
+
+def tests_of(policy: str, study: Study, model: str, root: Path) -> Iterator[Stage]:
+    """Yield the tests of the model, of a warm start or of an arm."""
     for name, one in study.tests.items():
+        if one["of"] != policy:
+            continue
         own = {key: value for key, value in one.items() if key != "of"}
         who: dict[str, Any] = {"model": root / "warm" / one["of"]}
         if one["of"] == "model":
@@ -161,8 +174,9 @@ def stages(study: Study, model: str, source: list[str], root: Path) -> Iterator[
             version = root / "arms" / one["of"] / "adapters" / one["of"] / "latest"
             who = {"model": study.start(one["of"], model, root), "adapter": version}
         output = root / "tests" / f"{name}.json"
-        said = {"corpus": test, "split": "all", "output": output, "trajectories": output.with_suffix(".parquet")}
-        command = ["evaluate.py", *as_options(reading, study.testing, who, own, said)]
+        said = {"corpus": root / "corpus" / "test.jsonl", "split": "all"}
+        said |= {"output": output, "trajectories": output.with_suffix(".parquet")}
+        command = ["evaluate.py", *as_options(study.reading, study.testing, who, own, said)]
         yield Stage(f"test {name}", command, output)
 
 
@@ -283,10 +297,12 @@ def set_test_apart(whole: Path, fraction: float) -> None:
 # ---- the report ----
 
 
-def policies(study: Study, root: Path) -> dict[str, dict[str, Any]]:
-    """Return by name what every test found: of its policy and, where it was asked for others, of those."""
+def policies(study: Study, root: Path, ended: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return by name what every test that ended found: of its policy and, where it was asked for others, of those."""
     found: dict[str, dict[str, Any]] = {}
     for name, test in study.tests.items():
+        if f"test {name}" not in ended:
+            continue
         report = json.loads((root / "tests" / f"{name}.json").read_text(encoding="utf-8"))
         for label, policy in report["policies"].items():
             if label == "base":  # of an arm: its warm start, which has a test of its own
@@ -401,7 +417,8 @@ def draw_curves(study: Study, root: Path, path: Path) -> None:
     figure, axis = pyplot.subplots(figsize=(7, 3.6))
     series: dict[str, dict[int, list[float]]] = {}
     for name, arm in study.arms.items():
-        for line in (root / "arms" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        metrics = root / "arms" / name / "metrics.jsonl"
+        for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
             log = json.loads(line)
             if "eval_reward" in log:
                 series.setdefault(arm["series"], {}).setdefault(log["update"], []).append(log["eval_reward"])
@@ -469,8 +486,9 @@ def main(arguments: list[str] | None = None) -> int:
         screen.print(
             f"the budget of {given.budget} hours is spent before the end of {stage.name!r}: the same command goes on"
         )
+    found = policies(study, root, seconds)
+    if not found:
         return 0
-    found = policies(study, root)
     write_report(study, root, found, seconds)
     for title, headings, rows in tables(found, narrow=True):
         table = Table(*headings, title=title)
