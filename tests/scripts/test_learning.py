@@ -76,6 +76,30 @@ def test_who_reads_what(tmp_path):
     assert f"--model_name_or_path {tmp_path}/warm/w" in commands["arm a"]
 
 
+def test_every_policy_is_tested_at_once_and_first_seeds_come_first(tmp_path):
+    """So that a budget that ends in between leaves whole rounds of seeds, tested."""
+    arms = {"a": {"from": "w", "seeds": [3, 4]}, "b": {"from": "model", "seeds": [3, 4]}}
+    tests = {"base": {"of": "model"}, "warm": {"of": "w"}, "a": {"of": "a"}, "b": {"of": "b"}}
+    study = Study.read(study_file(tmp_path, arms=arms, tests=tests))
+    order = [stage.name for stage in learning.stages(study, "m", [], tmp_path)]
+    assert order[:4] == ["corpus", "test base", "warm w", "test warm"]
+    rounds = [f"{which} {of}" for seed in (3, 4) for arm in "ab" for which, of in (
+        ("arm", f"{arm}_seed_{seed}"), ("test", f"{arm}, seed {seed}"))]  # fmt: skip
+    assert order[4:] == rounds
+
+
+def test_a_report_holds_the_tests_that_ended(tmp_path):
+    study = Study.read(study_file(tmp_path, tests={"base": {"of": "model"}, "t": {"of": "a"}}))
+    (tmp_path / "tests").mkdir()
+    for name in ("base", "t"):  # a file alone is not enough: its stage may have been stopped before it was recorded
+        report = {"rows": 4, "policies": {"model": {"metrics": {"reward": 1.0}, "intervals": {"reward": [0.5, 1.5]}}}}
+        (tmp_path / "tests" / f"{name}.json").write_text(json.dumps(report))
+    found = learning.policies(study, tmp_path, ["corpus", "test base"])
+    assert list(found) == ["base"] and found["base"]["rows"] == 4
+    learning.write_report(study, tmp_path, found, {"corpus": 1.0, "test base": 2.0})
+    assert "| base | 1.00 [0.50, 1.50] |" in (tmp_path / "report" / "report.md").read_text()
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"arms": {"a": {"from": "gone"}}}, "arm a is from 'gone', expected one of ['model', 'w']"),
     ({"tests": {"t": {}}}, "test t is of None, expected one of ['model', 'w', 'a']"),
